@@ -1,0 +1,43 @@
+# Two commands matter: `make test` and `make demo`. Both install what is missing first.
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+BIN := .venv/bin
+READY := .venv/.ready
+
+# make demo TRACE=path/to/trace.jsonl REQUESTS=2000 STORE=mooncake://host:port
+TRACE ?=
+REQUESTS ?= 600
+SHAPE ?= mini
+STORE ?=
+# More options for pytest, for example: make test PYTEST="-k breaker -x"
+PYTEST ?=
+
+.PHONY: help venv test lint demo clean
+
+help:  ## Show this list
+	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 16
+
+venv: $(READY)  ## Create .venv and install everything that the other targets need
+
+$(READY): pyproject.toml constraints.txt scripts/bootstrap
+	./scripts/bootstrap
+	@touch $@
+
+test: $(READY)  ## Run the tests, those on a real Mooncake included where it can be imported
+	$(BIN)/python -m pytest $(PYTEST)
+
+lint: $(READY)  ## Check style, formatting, types and the import contracts
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+demo: $(READY)  ## Replay a trace on an embedded store and report what each load cost
+	@BIN=$(BIN) ./scripts/demo --requests $(REQUESTS) --shape $(SHAPE) $(if $(STORE),--store "$(STORE)") $(TRACE)
+
+clean:  ## Remove .venv and everything that was generated
+	rm -rf .venv .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist demo-report.json
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,126 @@
+"""Looking up what is there, and revalidating it right before it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+
+import anyio
+import structlog
+
+from softload import events
+from softload.context import Context
+from softload.geometry.group import ResolvedComponent
+from softload.outcomes import Lookup, PageStatus
+from softload.planning import Column, ComponentPages, boundaries, columns, cut
+from softload.protocols import Descriptor
+from softload.transfer import HitPolicy, TransferUnit
+
+__all__ = ["Answers", "ask_descriptors", "draft_parts", "look_up"]
+
+_log = structlog.get_logger(__name__)
+
+Answers = Mapping[str, Descriptor | PageStatus | None]
+"""Per object key: where it is, or why it is not; ``None`` where its bytes are here or on their way already."""
+
+_FIRST_PAGES = 32
+"""Pages in the first call of a lookup; each further call doubles it. Looking leases, so it stops at the first miss."""
+
+
+def draft_parts(
+    context: Context, unit: TransferUnit, target: Sequence[ResolvedComponent]
+) -> tuple[tuple[ResolvedComponent, ...], list[Column]]:
+    """A unit's draft components and their objects; for a packed draft those of the target's own pools."""
+    specs = dict(context.pools.specs(context.config.layout))
+    if unit.draft:
+        draft = context.pools.resolve_draft(unit.draft)
+        return draft, columns(draft, specs, context.keys, draft=True)
+    packed = tuple(component for component in target if component.pool.num_draft_layers)
+    return packed, columns(packed, specs, context.keys, draft=True)
+
+
+async def look_up(context: Context, unit: TransferUnit) -> Lookup:
+    """Which prefixes of a unit can be restored now, as the store says. See `PageLoader.lookup`."""
+    target = context.pools.resolve(unit.target)
+    draft, draft_columns = draft_parts(context, unit, target)
+    target_columns = columns(target, dict(context.pools.specs(context.config.layout)), context.keys, draft=False)
+    context.counters.lookups += 1
+    pages = max((len(component.keys) for component in target), default=0)
+    if not pages:
+        return Lookup()
+    if context.health.is_suppressed(unit.request_id):
+        return Lookup(status=PageStatus.SUPPRESSED)
+    found, status = await _existing(context, target, [*target_columns, *draft_columns], pages)
+    if status is not None:
+        context.counters.lookups_unanswered += 1
+        _log.info(events.LOOKUP_FAILED, request_id=unit.request_id, status=status)
+    context.promised.add(found)
+    prefixes = boundaries(_component_pages(target, target_columns, found))
+    longest = prefixes[-1] if prefixes else 0
+    draft_pages = cut(longest, _component_pages(draft, draft_columns, found)) if draft_columns else 0
+    return Lookup(prefixes, draft_pages, status if not prefixes else None)
+
+
+async def ask_descriptors(context: Context, columns: Iterable[Column], until: float) -> Answers:
+    """Revalidate objects: one call for all that are neither here, nor on their way, nor known to be bad."""
+    answers: dict[str, Descriptor | PageStatus | None] = {}
+    ask: list[str] = []
+    for column in columns:
+        for key in column.keys:
+            if key in answers:
+                continue
+            if context.reader.find(key) is not None:
+                answers[key] = None
+            elif key in context.health.negative:
+                answers[key] = PageStatus.SUPPRESSED
+            else:
+                answers[key] = PageStatus.NOT_FOUND
+                ask.append(key)
+    if ask:
+        found = await context.ask_master(lambda: context.calls.descriptors(ask), len(ask), until)
+        for key, answer in zip(ask, found, strict=True):
+            answers[key] = answer
+            # Plain absence is no news; a key that a lookup found and that is gone is a stale hit.
+            if answer is PageStatus.NO_MEMORY_REPLICA or (answer is PageStatus.NOT_FOUND and key in context.promised):
+                context.health.negative.add(key, answer)
+    return answers
+
+
+async def _existing(
+    context: Context, target: Sequence[ResolvedComponent], wanted: Sequence[Column], pages: int
+) -> tuple[set[str], PageStatus | None]:
+    """The wanted objects that exist, and why not all were asked for, if the store is the reason."""
+    until = anyio.current_time() + context.config.lookup_deadline
+    found: set[str] = set()
+    # Only where every component needs every page does the first miss end the search.
+    sparse = any(component.hit_policy is HitPolicy.TRAILING_PAGES for component in target)
+    start, step = 0, pages if sparse else _FIRST_PAGES
+    while start < pages:
+        stop = min(pages, start + step)
+        keys = [key for column in wanted for key in column.keys[start:stop] if key not in context.health.negative]
+        asked = keys
+        answers = await context.ask_master(partial(context.calls.exists, asked), len(asked), until) if asked else []
+        failed = next((answer for answer in answers if isinstance(answer, PageStatus)), None)
+        found.update(key for key, answer in zip(asked, answers, strict=True) if answer is True)
+        if failed is not None:
+            return found, failed
+        if any(key not in found for column in wanted if not column.spec.draft for key in column.keys[start:stop]):
+            break
+        start, step = stop, step * 2
+    return found, None
+
+
+def _component_pages(
+    components: Sequence[ResolvedComponent], wanted: Sequence[Column], found: set[str]
+) -> list[ComponentPages]:
+    return [
+        ComponentPages(
+            [
+                all(column.keys[page] in found for column in wanted if column.component == index)
+                for page in range(len(component.keys))
+            ],
+            component.hit_policy,
+            component.window,
+        )
+        for index, component in enumerate(components)
+    ]

@@ -1,0 +1,181 @@
+"""The `softload` command: `replay`, `doctor`, `shapes`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import structlog
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from softload.config import DraftPolicy, Integrity, Layout
+from softload.doctor import diagnose
+from softload.errors import StoreSetupError
+from softload.replay.progress import PlainProgress, TerminalProgress
+from softload.replay.report import summary_table
+from softload.replay.runner import ReplayOptions, is_clean, replay
+from softload.replay.scheduler import AdmissionMode
+from softload.replay.shapes import SHAPES, DraftKind
+from softload.stores import parse_size
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Fail-soft loading of KV-cache pages: replay traces, check an installation, list shapes.",
+)
+
+
+@app.command("replay")
+def replay_command(
+    trace: Annotated[
+        Path | None, typer.Argument(metavar="TRACE", help="Trace file (FAST'25 format); without: a synthetic one.")
+    ] = None,
+    store: Annotated[str, typer.Option(help="URL of the store.")] = "memory://",
+    requests: Annotated[
+        int | None, typer.Option(help="Requests to replay; default: all of TRACE, 600 of a synthetic one.")
+    ] = None,
+    shape: Annotated[str, typer.Option(help="Model shape; see `softload shapes`.")] = "mini",
+    layout: Annotated[Layout, typer.Option(help="How pages become objects.")] = Layout.GROUPED,
+    draft: Annotated[DraftKind, typer.Option(help="How the draft is stored.")] = DraftKind.NONE,
+    draft_policy: Annotated[DraftPolicy, typer.Option(help="What a lost draft page costs.")] = DraftPolicy.DROP,
+    admission: Annotated[AdmissionMode, typer.Option(help="When slots are taken.")] = AdmissionMode.PREFETCH,
+    speed: Annotated[str, typer.Option(metavar="FACTOR|max", help="How much faster than the trace to arrive.")] = "max",
+    layer_time: Annotated[float, typer.Option(metavar="MS", help="What computing one layer takes.")] = 0.0,
+    integrity: Annotated[Integrity, typer.Option(help="How the loader checks bytes.")] = Integrity.SAMPLE,
+    deadline: Annotated[float | None, typer.Option(metavar="S", help="Deadline of a load; default: 5.")] = None,
+    landing: Annotated[str | None, typer.Option(metavar="SIZE", help="Landing memory; default: 256MiB.")] = None,
+    max_running: Annotated[int, typer.Option(metavar="N", help="Requests that hold slots at a time.")] = 16,
+    fault: Annotated[
+        list[str] | None, typer.Option(metavar="SPEC", help="A fault, e.g. evict=0.05, slow=0.01:0.5; repeatable.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the synthetic trace and of faults.")] = 0,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write all figures there; - for standard output.")
+    ] = None,
+) -> None:
+    """Replay a request trace against a store, check every restored byte, and report.
+
+    Exit status: 0 when nothing was lost, leaked or mismatched, 1 otherwise, 2 for a bad call.
+    """
+    try:
+        options = ReplayOptions(
+            trace=trace,
+            store=store,
+            requests=requests,
+            shape=shape,
+            layout=layout,
+            draft=draft,
+            draft_policy=draft_policy,
+            admission=admission,
+            speed=None if speed == "max" else _number("speed", speed),
+            layer_time=layer_time / 1e3,
+            integrity=integrity,
+            deadline=deadline,
+            landing=None if landing is None else parse_size(landing),
+            max_running=max_running,
+            faults=tuple(fault or ()),
+            seed=seed,
+        )
+        trace_requests = options.read_requests()
+    except (ValueError, OSError) as error:
+        _fail(str(error), status=2)
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+    console = Console(stderr=json_file == Path("-"))
+    bar = TerminalProgress(console) if console.is_terminal else None
+    setup_errors: list[str] = []
+    figures: dict[str, object] = {}
+    try:
+        with bar or nullcontext():
+            figures = asyncio.run(replay(options, trace_requests, bar or PlainProgress(console)))
+    except* StoreSetupError as group:  # alone, or from within the loader's task group
+        setup_errors = [str(error) for error in _leaves(group)]
+    if setup_errors:
+        _fail("; ".join(setup_errors), status=1)
+    console.print(summary_table(figures))
+    if json_file is not None:
+        text = json.dumps(figures, indent=2) + "\n"
+        if json_file == Path("-"):
+            sys.stdout.write(text)
+        else:
+            json_file.write_text(text, encoding="utf-8")
+    if not is_clean(figures):
+        raise typer.Exit(1)
+
+
+@app.command("doctor")
+def doctor_command(
+    store: Annotated[
+        str, typer.Option(help="URL of the store to try; default: a Mooncake store of its own.")
+    ] = "mooncake://embedded?segment=64MiB",
+) -> None:
+    """Check this installation and a store, and say what to do about what is missing.
+
+    Exit status: 0 fit, 1 something is missing, 2 a bad call.
+    """
+    try:
+        checks = diagnose(store)
+    except ValueError as error:
+        _fail(str(error), status=2)
+    console = Console()
+    for check in checks:
+        mark = {True: "[green]ok     [/green]", False: "[red]missing[/red]", None: "[yellow]note   [/yellow]"}[check.ok]
+        console.print(f"{mark} {check.name}: ", end="", soft_wrap=True)
+        console.print(check.found, markup=False, highlight=False, soft_wrap=True)
+        if check.advice:
+            console.print(f"        -> {check.advice}", markup=False, highlight=False, soft_wrap=True)
+    if any(check.ok is False for check in checks):
+        raise typer.Exit(1)
+
+
+@app.command("shapes")
+def shapes_command() -> None:
+    """List the model shapes that `replay` knows."""
+    table = Table("name", "pools", "layers", "page", "KiB a page and layer", "KiB a page", "note", box=None)
+    table.columns[0].no_wrap = True
+    for column in table.columns[2:6]:
+        column.justify = "right"
+    for shape in SHAPES.values():
+        table.add_row(
+            shape.name,
+            shape.family,
+            str(shape.num_layers),
+            str(shape.page_size),
+            f"{shape.layer_bytes / 1024:,.1f}",
+            f"{shape.page_bytes / 1024:,.0f}",
+            shape.note if shape.supported else f"{shape.note}; needs pool families of a later release",
+        )
+    Console().print(table)
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{name}: expected a number or max, got {text!r}") from None
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _leaves(inner)
+    else:
+        yield error
+
+
+def _fail(message: str, *, status: int) -> NoReturn:
+    typer.echo(f"softload: {message}", err=True)
+    raise typer.Exit(status)

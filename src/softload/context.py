@@ -1,0 +1,111 @@
+"""What the parts of one loader share."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import anyio
+
+from softload.config import LoaderConfig
+from softload.geometry.group import DevicePoolGroup
+from softload.health import Health
+from softload.keys import KeySpace
+from softload.landing import LandingMemory
+from softload.native_calls import CallGroup, NativeCall, RefusedError
+from softload.outcomes import PageStatus
+from softload.protocols import RankConsensus
+from softload.reading import Reader
+from softload.sessions import SessionTable
+from softload.slots import SlotTable
+from softload.store_calls import StoreCalls
+from softload.telemetry import Counters
+
+__all__ = ["Context", "PromisedKeys"]
+
+T = TypeVar("T")
+
+_FAIR_SECONDS = 0.05
+"""A call to the master that its caller gave up on sooner says nothing about the master."""
+
+
+class PromisedKeys:
+    """Keys that a lookup found: the store said that it has them. Bounded; the oldest are forgotten."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._keys: OrderedDict[str, None] = OrderedDict()
+
+    def add(self, keys: Iterable[str]) -> None:
+        """The store said that it has these."""
+        for key in keys:
+            self._keys[key] = None
+        while len(self._keys) > self._capacity:
+            self._keys.popitem(last=False)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._keys
+
+
+@dataclass(slots=True, eq=False)
+class Context:
+    """One loader's parts, wired together by `PageLoader`."""
+
+    config: LoaderConfig
+    pools: DevicePoolGroup
+    keys: KeySpace
+    calls: StoreCalls
+    landing: LandingMemory
+    reader: Reader
+    sessions: SessionTable
+    health: Health
+    slots: SlotTable
+    counters: Counters
+    consensus: RankConsensus
+    control: CallGroup
+    compute: CallGroup
+    fences: CallGroup
+    writes: CallGroup
+    lifecycle: CallGroup
+    spawn: Callable[[Callable[[], Coroutine[Any, Any, None]]], None]
+    active: set[Any] = field(default_factory=set)
+    """Units whose outcome is not known yet."""
+    promised: PromisedKeys = field(default_factory=lambda: PromisedKeys(65_536))
+
+    async def ask_master(
+        self, function: Callable[[], list[T | PageStatus]], count: int, until: float
+    ) -> list[T | PageStatus]:
+        """Run a call that the master answers, off the loop and no longer than `until`.
+
+        Returns:
+            `count` answers; one status for all where there is no answer: `SUPPRESSED` while the master's breaker is
+            open, `SHED` without a thread for it, `TIMED_OUT`.
+        """
+        master = self.health.master
+        if not master.allows():
+            return [PageStatus.SUPPRESSED] * count
+        returned = anyio.Event()
+        call = NativeCall(function, lambda _: returned.set())
+        answered = False
+        try:
+            self.control.submit(call)
+            with anyio.move_on_at(until) as scope:
+                await returned.wait()
+            if scope.cancelled_caught and not call.finished:
+                answered = call.elapsed() > _FAIR_SECONDS
+                if answered:
+                    self.health.master_timed_out()
+                return [PageStatus.TIMED_OUT] * count
+            answers = call.value if call.value is not None else [PageStatus.MALFORMED] * count
+            self.health.record_master([answer for answer in answers if isinstance(answer, PageStatus)])
+            answered = True
+            return list(answers)
+        except RefusedError:
+            return [PageStatus.SHED] * count
+        finally:
+            if not answered:
+                master.give_back()
+            if not call.finished and not call.withdraw():
+                call.abandon()

@@ -1,0 +1,173 @@
+"""Copies between landing memory and the engine's pools: one vectorised copy per pool buffer and run of segments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from numpy.lib.stride_tricks import as_strided
+
+from softload.geometry.layout import Fragment
+from softload.landing import Segment
+from softload.planning import Column
+from softload.transfer import Fence
+
+__all__ = ["Copy", "chunks", "copies_in", "copies_out", "execute", "wait_for", "zeros"]
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copy:
+    """One vectorised copy. `landing` is a view of landing memory `[pages, nbytes]`; ``None`` fills with zeros.
+
+    Args:
+        pages: the pool buffer's bytes, uint8 `[num_pages, page_bytes]`, on the pool's device.
+        rows: which of its rows, int64.
+        landing: the other side, one row per entry of `rows`.
+        outward: from the pool into landing memory (a save).
+    """
+
+    pages: torch.Tensor
+    rows: npt.NDArray[np.int64]
+    landing: Bytes | None
+    outward: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it moves."""
+        return len(self.rows) * self.pages.shape[1]
+
+    def run(self) -> None:
+        """Copy; on an accelerator the copy may still be under way when this returns."""
+        if self.pages.device.type == "cpu":
+            # numpy scatters whole rows at memory speed, also without the GIL; torch goes element by element.
+            pages = self.pages.numpy()
+            if self.landing is None:
+                pages[self.rows] = 0
+            elif self.outward:
+                self.landing[...] = pages[self.rows]
+            else:
+                pages[self.rows] = self.landing
+            return
+        rows = torch.from_numpy(self.rows).to(self.pages.device, non_blocking=True)
+        if self.landing is None:
+            self.pages.index_fill_(0, rows, 0)
+        elif self.outward:
+            torch.from_numpy(self.landing).copy_(self.pages.index_select(0, rows))
+        else:
+            landed = torch.from_numpy(self.landing).to(self.pages.device, non_blocking=True)
+            self.pages.index_copy_(0, rows, landed)
+
+
+def copies_in(column: Column, fragments: Sequence[Fragment], segments: Sequence[Segment], pages: range) -> list[Copy]:
+    """Copies of landed objects into the column's pool.
+
+    Args:
+        column: whose objects these are; its `rows` are set.
+        fragments: the parts of each object to copy.
+        segments: one per page of `pages`.
+        pages: the unit's pages.
+    """
+    return _copies(column, fragments, segments, np.arange(pages.start, pages.stop), outward=False)
+
+
+def copies_out(column: Column, segments: Sequence[Segment], pages: Sequence[int]) -> list[Copy]:
+    """Copies of a column's pages out of its pool, whole objects, one segment per entry of `pages`."""
+    return _copies(column, column.spec.fragments, segments, np.asarray(pages, np.int64), outward=True)
+
+
+def zeros(column: Column, pages: range, fragments: Iterable[Fragment]) -> list[Copy]:
+    """Fills a column's pages with zeros."""
+    assert column.rows is not None
+    rows = column.rows[pages.start : pages.stop]
+    return [Copy(column.pool.page_views[fragment.buffer], rows, None) for fragment in fragments]
+
+
+def chunks(copies: Iterable[Copy], max_bytes: int) -> Iterator[list[Copy]]:
+    """Split copies into lists of at most `max_bytes` each; a single row may be larger."""
+    batch: list[Copy] = []
+    total = 0
+    for copy in copies:
+        width = max(1, copy.pages.shape[1])
+        step = max(1, max_bytes // width)
+        for first in range(0, len(copy.rows), step):
+            part = (
+                copy
+                if step >= len(copy.rows)
+                else Copy(
+                    copy.pages,
+                    copy.rows[first : first + step],
+                    None if copy.landing is None else copy.landing[first : first + step],
+                    copy.outward,
+                )
+            )
+            if batch and total + part.nbytes > max_bytes:
+                yield batch
+                batch, total = [], 0
+            batch.append(part)
+            total += part.nbytes
+    if batch:
+        yield batch
+
+
+def execute(copies: Sequence[Copy]) -> None:
+    """Run copies and wait until they are complete on their device."""
+    for copy in copies:
+        copy.run()
+    devices = {copy.pages.device for copy in copies if copy.pages.device.type != "cpu"}
+    for device in devices:
+        torch.accelerator.current_stream(device).synchronize()
+
+
+def wait_for(fence: Fence | None) -> None:
+    """Wait for the engine's fence."""
+    if fence is None:
+        return
+    if callable(fence):
+        fence()
+    else:
+        fence.synchronize()
+
+
+def _copies(
+    column: Column,
+    fragments: Sequence[Fragment],
+    segments: Sequence[Segment],
+    pages: npt.NDArray[np.int64],
+    *,
+    outward: bool,
+) -> list[Copy]:
+    assert column.rows is not None
+    rows = column.rows[pages]
+    return [
+        Copy(
+            column.pool.page_views[fragment.buffer],
+            rows[first : first + len(run)],
+            _rows_of(run, fragment.offset, fragment.nbytes),
+            outward,
+        )
+        for first, run in _runs(segments)
+        for fragment in fragments
+    ]
+
+
+def _runs(segments: Sequence[Segment]) -> Iterator[tuple[int, Sequence[Segment]]]:
+    """Runs of segments that lie side by side, as `(index of the first, segments)`."""
+    first = 0
+    for index in range(1, len(segments) + 1):
+        if index < len(segments):
+            last, this = segments[index - 1], segments[index]
+            if this.arena is last.arena and this.offset == last.offset + last.reserved and this.nbytes == last.nbytes:
+                continue
+        yield first, segments[first:index]
+        first = index
+
+
+def _rows_of(run: Sequence[Segment], offset: int, nbytes: int) -> Bytes:
+    start = run[0].offset + offset
+    memory = run[0].arena.memory
+    return as_strided(memory[start : start + nbytes], (len(run), nbytes), (run[0].reserved, 1))

@@ -1,0 +1,140 @@
+"""One object on its way into landing memory, shared by every unit that wants it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Protocol
+
+from softload.landing import Segment
+from softload.native_calls import NativeCall
+from softload.outcomes import PageStatus
+from softload.protocols import Descriptor
+from softload.sessions import Session
+
+__all__ = ["Fetch", "FetchListener", "Part", "PartState", "ReadCall"]
+
+_JOIN_SECONDS = 0.05
+"""A read may be joined for at least this long, however short it was expected to be."""
+
+_JOIN_FACTOR = 4.0
+
+
+class PartState(Enum):
+    """Where a part's bytes are."""
+
+    QUEUED = "queued"
+    IN_FLIGHT = "in_flight"
+    LANDED = "landed"
+    FAILED = "failed"
+
+
+class FetchListener(Protocol):
+    """A unit that wants a fetch."""
+
+    def fetch_changed(self, fetch: Fetch) -> None:
+        """A part has landed or failed. Called on the loop; must not await."""
+
+
+class Part:
+    """What one native call reads of an object: all of it, or the ranges of a group of layers."""
+
+    __slots__ = ("attempts", "call", "fetch", "layers", "ranges", "state")
+
+    def __init__(self, fetch: Fetch, ranges: Sequence[tuple[int, int]], layers: range | None) -> None:
+        self.fetch = fetch
+        self.ranges = ranges
+        self.layers = layers
+        self.state = PartState.QUEUED
+        self.attempts = 0
+        self.call: ReadCall | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it brings."""
+        return sum(nbytes for _, nbytes in self.ranges)
+
+    def serves(self, layers: range) -> bool:
+        """Whether any of `layers` needs it."""
+        return self.layers is None or (self.layers.start < layers.stop and layers.start < self.layers.stop)
+
+
+class Fetch:
+    """One object: its segment, its parts, and who waits for it.
+
+    Without listeners it is withdrawn if it has not started, quarantined while a call may still write it, kept for a
+    while if a prefetch brought it, and freed otherwise.
+    """
+
+    __slots__ = (
+        "descriptor",
+        "endpoint",
+        "keep_until",
+        "key",
+        "listeners",
+        "parts",
+        "segment",
+        "session",
+        "size",
+        "status",
+        "tailed",
+        "timed_out",
+    )
+
+    def __init__(self, key: str, segment: Segment, descriptor: Descriptor | None, *, size: int, tailed: bool) -> None:
+        self.key = key
+        self.segment = segment
+        self.descriptor = descriptor
+        self.endpoint = descriptor.endpoint if descriptor is not None else ""
+        self.size = size
+        self.tailed = tailed
+        self.parts: list[Part] = [Part(self, ((0, size),), None)]
+        self.listeners: list[FetchListener] = []
+        self.session: Session | None = None
+        self.status = PageStatus.LOADED
+        self.timed_out = False
+        self.keep_until = 0.0
+
+    def __repr__(self) -> str:
+        states = ",".join(part.state.value for part in self.parts)
+        return f"<Fetch {self.key}: {states}, {len(self.listeners)} listeners>"
+
+    @property
+    def failed(self) -> bool:
+        """Whether a part has failed: then the whole object has."""
+        return self.status is not PageStatus.LOADED
+
+    @property
+    def landed(self) -> bool:
+        """Whether all of it is here and checked."""
+        return not self.failed and all(part.state is PartState.LANDED for part in self.parts)
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a call may still write its segment."""
+        return any(part.state is PartState.IN_FLIGHT for part in self.parts)
+
+    def landed_for(self, layers: range) -> bool:
+        """Whether the bytes that `layers` need are here and checked."""
+        return not self.failed and all(part.state is PartState.LANDED for part in self.parts if part.serves(layers))
+
+
+class ReadCall:
+    """One native read: the parts of objects of one endpoint."""
+
+    __slots__ = ("endpoint", "expected", "live", "native", "parts", "ranged", "timed_out", "wanted")
+
+    def __init__(self, endpoint: str, parts: list[Part], *, ranged: bool) -> None:
+        self.endpoint = endpoint
+        self.parts = parts
+        self.ranged = ranged
+        self.live: list[Part] = []
+        self.wanted = 0
+        self.expected = 0.0
+        self.timed_out = False
+        self.native: NativeCall[list[tuple[PageStatus, Descriptor | None]]] | None = None
+
+    @property
+    def overdue(self) -> bool:
+        """Whether it takes much longer than such a call should."""
+        return self.native is not None and self.native.elapsed() > max(_JOIN_SECONDS, _JOIN_FACTOR * self.expected)

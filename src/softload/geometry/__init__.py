@@ -1,0 +1,35 @@
+"""Device pools as pages of bytes: what is where, and how a page becomes objects of the store."""
+
+from softload.geometry.assembly import FAMILIES, PoolFamily, build_pool_group
+from softload.geometry.device_pool import BufferMeta, Components, ComponentSource, DevicePool, IndexMapper
+from softload.geometry.drafts import DraftBuffers, DraftMismatchError, DraftMode, attach_draft, plan_draft
+from softload.geometry.group import DevicePoolGroup, ResolvedComponent
+from softload.geometry.layout import TAIL_BYTES, Fragment, ObjectSpec, layer_groups, object_specs, ranges_of
+from softload.geometry.mha import mha_pool_group
+from softload.geometry.mla import mla_pool_group
+
+__all__ = [
+    "FAMILIES",
+    "TAIL_BYTES",
+    "BufferMeta",
+    "ComponentSource",
+    "Components",
+    "DevicePool",
+    "DevicePoolGroup",
+    "DraftBuffers",
+    "DraftMismatchError",
+    "DraftMode",
+    "Fragment",
+    "IndexMapper",
+    "ObjectSpec",
+    "PoolFamily",
+    "ResolvedComponent",
+    "attach_draft",
+    "build_pool_group",
+    "layer_groups",
+    "mha_pool_group",
+    "mla_pool_group",
+    "object_specs",
+    "plan_draft",
+    "ranges_of",
+]

@@ -1,0 +1,180 @@
+"""How a page becomes objects of the store: pure plans, made once per pool."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from softload.config import Layout
+from softload.geometry.device_pool import DevicePool
+from softload.transfer import PoolName
+
+__all__ = ["TAIL_BYTES", "Fragment", "ObjectSpec", "layer_groups", "object_specs", "ranges_of"]
+
+TAIL_BYTES = 32
+"""Bytes of the tail that ends every object of `Layout.GROUPED`: format, length and digests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """One buffer's part of an object: `nbytes` at `offset`, one page of the flattened buffer `buffer`.
+
+    `layer` is the transfer layer that needs it; a packed draft's fragment has the layer that it rides on.
+    """
+
+    buffer: int
+    offset: int
+    nbytes: int
+    layer: int
+    draft: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectSpec:
+    """One of the objects that a page of a pool becomes.
+
+    Args:
+        pool: the pool whose bytes it holds.
+        part: which of the page's objects in that pool it is, as object keys have it.
+        group: its group of layers; 0 in `Layout.PAGE`.
+        draft: whether all of it is a draft's.
+        payload: bytes of the page.
+        size: bytes of the object: the payload and, in `Layout.GROUPED`, the tail.
+        target_size: the size of the same object written without the packed draft; `size` where none is in it.
+        layers: the transfer layers that have bytes in it, ascending; layers of the draft model for draft objects.
+        fragments: in order of their offsets, covering the payload without gaps.
+    """
+
+    pool: PoolName
+    part: str
+    group: int
+    draft: bool
+    payload: int
+    size: int
+    target_size: int
+    layers: tuple[int, ...]
+    fragments: tuple[Fragment, ...]
+
+
+def layer_groups(num_layers: int) -> tuple[range, ...]:
+    """Layers in groups of 1, 1, 2, 4, 8, ...; the last one is cut.
+
+    Small groups first give the first layer early, large ones later keep the rate of whole-object reads.
+    """
+    if num_layers < 1:
+        raise ValueError(f"expected at least 1 layer, got {num_layers}")
+    groups = []
+    start = 0
+    while start < num_layers:
+        stop = min(max(2 * start, start + 1), num_layers)
+        groups.append(range(start, stop))
+        start = stop
+    return tuple(groups)
+
+
+def object_specs(pool: DevicePool, layout: Layout, num_layers: int) -> tuple[ObjectSpec, ...]:
+    """The objects of one page of `pool`, in the order in which a load wants them.
+
+    Args:
+        pool: the pool.
+        layout: how pages become objects.
+        num_layers: transfer layers in all; for a pool of a sidecar draft the draft model's layers.
+
+    Raises:
+        ValueError: the pool has buffers for layers beyond `num_layers`.
+    """
+    if pool.num_layers > num_layers:
+        raise ValueError(
+            f"pool {pool.name}: expected transfer layers below {num_layers}, "
+            f"got a buffer for layer {pool.num_layers - 1}"
+        )
+    if layout is Layout.PAGE:
+        return _page_specs(pool)
+    return (*_grouped_specs(pool, num_layers), *_grouped_draft_specs(pool))
+
+
+def ranges_of(spec: ObjectSpec, layers: range) -> list[tuple[int, int]]:
+    """Byte ranges `(offset, nbytes)` of the object that these transfer layers need, neighbours merged.
+
+    A packed draft's bytes come with the transfer layer that they ride on.
+    """
+    ranges: list[tuple[int, int]] = []
+    for fragment in spec.fragments:
+        if fragment.layer not in layers:
+            continue
+        if ranges and sum(ranges[-1]) == fragment.offset:
+            ranges[-1] = (ranges[-1][0], ranges[-1][1] + fragment.nbytes)
+        else:
+            ranges.append((fragment.offset, fragment.nbytes))
+    return ranges
+
+
+def _grouped_specs(pool: DevicePool, num_layers: int) -> list[ObjectSpec]:
+    suffix = _draft_suffix(pool) if pool.name.is_draft else ""
+    specs = []
+    for group, layers in enumerate(layer_groups(num_layers)):
+        buffers = [buffer for layer in layers for buffer in pool.layer_buffers(layer)]
+        if buffers:
+            specs.append(_spec(pool, f"g{group}{suffix}", group, buffers, draft=pool.name.is_draft, tail=TAIL_BYTES))
+    return specs
+
+
+def _grouped_draft_specs(pool: DevicePool) -> list[ObjectSpec]:
+    if not pool.num_draft_layers:
+        return []
+    suffix = _draft_suffix(pool)
+    return [
+        _spec(
+            pool,
+            f"d{group}{suffix}",
+            group,
+            [buffer for depth in depths for buffer in pool.draft_buffers(depth)],
+            draft=True,
+            tail=TAIL_BYTES,
+        )
+        for group, depths in enumerate(layer_groups(pool.num_draft_layers))
+    ]
+
+
+def _page_specs(pool: DevicePool) -> tuple[ObjectSpec, ...]:
+    count = len(pool.components[0])
+    components = [range(c * count, (c + 1) * count) for c in range(len(pool.components))]
+    if not pool.packed:
+        return tuple(
+            _spec(pool, f"_{c}", 0, buffers, draft=pool.name.is_draft, tail=0) for c, buffers in enumerate(components)
+        )
+    # A stable sort: the target's buffers of all components are a prefix, so that an object without the draft is one.
+    buffers = sorted((buffer for component in components for buffer in component), key=pool.is_draft_buffer)
+    return (_spec(pool, "", 0, buffers, draft=pool.name.is_draft, tail=0),)
+
+
+def _spec(pool: DevicePool, part: str, group: int, buffers: Sequence[int], *, draft: bool, tail: int) -> ObjectSpec:
+    fragments = tuple(_fragments(pool, buffers))
+    payload = sum(fragment.nbytes for fragment in fragments)
+    behind = 0 if draft else sum(fragment.nbytes for fragment in fragments if fragment.draft)
+    return ObjectSpec(
+        pool=pool.name,
+        part=part,
+        group=group,
+        draft=draft,
+        payload=payload,
+        size=payload + tail,
+        target_size=payload + tail - behind,
+        layers=tuple(sorted({fragment.layer for fragment in fragments})),
+        fragments=fragments,
+    )
+
+
+def _fragments(pool: DevicePool, buffers: Iterable[int]) -> Iterable[Fragment]:
+    offset = 0
+    for buffer in buffers:
+        nbytes = pool.page_bytes(buffer)
+        yield Fragment(buffer, offset, nbytes, pool.layer_of(buffer), pool.is_draft_buffer(buffer))
+        offset += nbytes
+
+
+def _draft_suffix(pool: DevicePool) -> str:
+    """Keeps drafts of other geometry apart: the key space is the target's, whatever draft runs beside it."""
+    text = pool.geometry(draft=True)
+    return f".{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"

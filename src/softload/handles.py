@@ -1,0 +1,220 @@
+"""What a caller holds while a load or a prefetch is under way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+import anyio
+
+from softload.admission import Answers, ask_descriptors
+from softload.context import Context
+from softload.layer_gate import LayerGate
+from softload.outcomes import Admission, Landed, LayerReady, LoadReport, PageStatus
+from softload.pipeline import Mode, UnitRun
+from softload.protocols import SoloConsensus
+from softload.reading import Turn
+from softload.transfer import TransferUnit
+
+__all__ = ["Load", "Prefetch"]
+
+
+class _Handle:
+    """Units under way: started on entering, ended on leaving, whatever happens in between."""
+
+    def __init__(self, context: Context, units: Sequence[TransferUnit], mode: Mode) -> None:
+        names = [unit.request_id for unit in units]
+        if len(set(names)) != len(names):
+            raise ValueError(
+                f"expected every request once, got {sorted(n for n in names if names.count(n) > 1)[0]!r} twice"
+            )
+        self._context = context
+        self._gate = LayerGate(context.pools.num_layers, names)
+        turn = Turn()
+        self._runs = [UnitRun(context, unit, mode, turn, self._gate.passed) for unit in units]
+        self._entered_at = 0.0
+        self._admitted_at: float | None = None
+
+    async def __aenter__(self) -> Self:
+        reserve_all(self._runs)
+        self._entered_at = anyio.current_time()
+        self._context.counters.loads += 1
+        for run in self._runs:
+            self._context.active.add(run)
+            self._context.spawn(run.run)
+        self._context.spawn(self._admit)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for run in self._runs:
+            run.placed()
+            run.cancel()
+        await finish(self._runs)
+
+    async def admitted(self) -> Admission:
+        """Pages per request that were revalidated and have landing memory, before any slot is written."""
+        for run in self._runs:
+            await run.admitted.wait()
+        return Admission(
+            {run.request_id: run.admitted_pages for run in self._runs},
+            {
+                run.request_id: status
+                for run in self._runs
+                if run.admitted_pages < run.wants.requested
+                and (status := run.wants.status_of(run.admitted_pages)) is not None
+            },
+        )
+
+    async def _admit(self) -> None:
+        waiting = [run for run in self._runs if run.wants.requested and not run.decided.is_set()]
+        answers: Answers = {}
+        if waiting:
+            columns = [column for run in waiting for column in run.wants.all_columns()]
+            answers = await ask_descriptors(self._context, columns, max(run.deadline for run in waiting))
+        endpoints: dict[str, PageStatus | None] = {}
+        for run in waiting:
+            run.decide(answers, endpoints)
+        if not isinstance(self._context.consensus, SoloConsensus):
+            agreed = await self._context.consensus.minimum([run.pages for run in self._runs])
+            for run, pages in zip(self._runs, agreed, strict=True):
+                run.wants.limit(pages, PageStatus.PEER_DECLINED)
+        for run in self._runs:
+            run.go.set()
+        self._admitted_at = anyio.current_time()
+
+
+class Load(_Handle):
+    """A streaming load. Use it as an async context manager; leaving it without a report cancels it."""
+
+    def __init__(self, context: Context, units: Sequence[TransferUnit]) -> None:
+        super().__init__(context, units, Mode.STREAM)
+        self._first_layer_at: float | None = None
+        self._report: LoadReport | None = None
+
+    async def layer(self, layer: int) -> LayerReady:
+        """Wait until every unit has `layer` in its slots or has failed. Never raises for what a store does.
+
+        Raises:
+            IndexError: no such layer.
+        """
+        await self._gate.wait(layer)
+        if self._first_layer_at is None:
+            self._first_layer_at = anyio.current_time()
+        failed = {run.request_id: run.failure for run in self._runs if run.failure is not None}
+        live = [run for run in self._runs if run.failure is None]
+        for run in live:
+            run.layers_given = max(run.layers_given, layer + 1)
+        return LayerReady(layer, frozenset(run.request_id for run in live), failed)
+
+    async def draft(self) -> dict[str, int]:
+        """Wait until every unit's draft slots hold the draft's bytes or zeros; draft pages per request."""
+        for run in self._runs:
+            await run.draft_ready.wait()
+        return {run.request_id: run.wants.draft_pages for run in self._runs}
+
+    async def report(self) -> LoadReport:
+        """Wait for the end: one outcome per request. The same report however often it is asked for."""
+        for run in self._runs:
+            await run.finished.wait()
+        if self._report is None:
+            now = anyio.current_time()
+            self._report = LoadReport(
+                outcomes={run.request_id: run.outcome for run in self._runs if run.outcome is not None},
+                bytes_loaded=sum(run.bytes_read for run in self._runs),
+                admission_s=(self._admitted_at or now) - self._entered_at,
+                first_layer_s=(self._first_layer_at or now) - self._entered_at,
+                load_s=now - self._entered_at,
+            )
+        return self._report
+
+
+class Prefetch(_Handle):
+    """Units without slots: their pages land, and are held until they are placed or the handle ends."""
+
+    def __init__(self, context: Context, units: Sequence[TransferUnit]) -> None:
+        super().__init__(context, units, Mode.PREFETCH)
+
+    async def landed(self) -> Landed:
+        """Wait until each unit's pages are here and checked, or cut; they stay until `place` or the end."""
+        for run in self._runs:
+            await run.landed.wait()
+        return Landed(
+            {run.request_id: run.pages for run in self._runs},
+            {run.request_id: run.wants.draft_pages for run in self._runs},
+            {
+                run.request_id: status
+                for run in self._runs
+                if run.pages < run.wants.requested and (status := run.wants.status_of(run.pages)) is not None
+            },
+        )
+
+    async def place(self, units: Sequence[TransferUnit]) -> LoadReport:
+        """Copy what landed into slots; the store is not asked. Waits for `landed` first.
+
+        Args:
+            units: of the same requests, with slots, for the pages that landed or fewer.
+
+        Raises:
+            ValueError: a request that was not prefetched or was placed already, other keys, or slots that do not fit.
+        """
+        entered_at = anyio.current_time()
+        await self.landed()
+        sources = {run.request_id: run for run in self._runs}
+        placements = []
+        for unit in units:
+            source = sources.get(unit.request_id)
+            if source is None or source.is_placed:
+                known = ", ".join(repr(name) for name, run in sources.items() if not run.is_placed) or "none"
+                raise ValueError(
+                    f"expected a prefetched request that waits for its slots ({known}), got {unit.request_id!r}"
+                )
+            placements.append((UnitRun(self._context, unit, Mode.PLACE, Turn()), source))
+        reserve_all([run for run, _ in placements])
+        try:
+            for run, source in placements:
+                run.take_over(source)
+        except ValueError:
+            for run, _ in placements:
+                run.abandon()
+            raise
+        for run, source in placements:
+            source.placed()
+            self._context.active.add(run)
+            self._context.spawn(run.run)
+        runs = [run for run, _ in placements]
+        try:
+            for run in runs:
+                await run.finished.wait()
+        finally:
+            for run in runs:
+                run.cancel()
+            await finish(runs)
+        now = anyio.current_time()
+        return LoadReport(
+            outcomes={run.request_id: run.outcome for run in runs if run.outcome is not None},
+            bytes_loaded=sum(source.bytes_read for _, source in placements),
+            admission_s=0.0,
+            first_layer_s=now - entered_at,
+            load_s=now - entered_at,
+        )
+
+
+def reserve_all(runs: Sequence[UnitRun]) -> None:
+    """Take every unit's slots, or none's."""
+    for index, run in enumerate(runs):
+        try:
+            run.reserve()
+        except ValueError:
+            for earlier in runs[:index]:
+                earlier.abandon()
+            raise
+
+
+async def finish(runs: Sequence[UnitRun]) -> None:
+    """Wait for runs that were cancelled: at most one copy chunk each."""
+    with anyio.CancelScope(shield=True):
+        for run in runs:
+            await run.finished.wait()

@@ -1,0 +1,399 @@
+"""Landing memory: the only memory of this process that the network reads into or writes from.
+
+| segment state | entered | left by |
+| --- | --- | --- |
+| FREE | | a grant |
+| GRANTED | a unit or a save was granted it | the native call is submitted, or the grant is given back |
+| STAGING | a save copies out of slots | the copy is complete: the slots are the engine's again; IN_FLIGHT |
+| IN_FLIGHT | native call submitted | the call returned: LANDED (read) or FREE (save) |
+| LANDED | checked | last copy done and nobody pins it: FREE |
+| QUARANTINED | deadline, cancel or close while the call is out | the call returns: FREE |
+
+Memory is granted whole, per unit and in order, before the unit's first read; who holds some never waits for more.
+Quarantined bytes are replaced by fresh arenas, so that a hung peer does not shrink what others may use.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import anyio
+import numpy as np
+import numpy.typing as npt
+import torch
+
+__all__ = ["LandingMemory", "LandingStatistics", "Segment", "SegmentState", "Share"]
+
+ALIGNMENT = 64
+_PAGE = 4096
+
+
+class SegmentState(StrEnum):
+    """Where a segment is in its life; see the module's table."""
+
+    FREE = "free"
+    GRANTED = "granted"
+    STAGING = "staging"
+    IN_FLIGHT = "in_flight"
+    LANDED = "landed"
+    QUARANTINED = "quarantined"
+
+
+class Share(StrEnum):
+    """Who asks for memory. A quarter is for streaming only, an eighth for saves only."""
+
+    STREAMING = "streaming"
+    PREFETCH = "prefetch"
+    SAVE = "save"
+
+
+class Arena:
+    """One registered allocation and the free ranges in it."""
+
+    __slots__ = ("_lengths", "_offsets", "free_bytes", "memory", "nbytes", "pointer")
+
+    def __init__(self, nbytes: int, *, pinned: bool) -> None:
+        block = torch.empty(nbytes + _PAGE, dtype=torch.uint8, pin_memory=pinned)
+        skip = -block.data_ptr() % _PAGE
+        self.memory: npt.NDArray[np.uint8] = block.numpy()[skip : skip + nbytes]
+        self.pointer = block.data_ptr() + skip
+        self.nbytes = nbytes
+        self.free_bytes = nbytes
+        self._offsets = [0]
+        self._lengths = [nbytes]
+
+    @property
+    def is_unused(self) -> bool:
+        return self.free_bytes == self.nbytes
+
+    def take(self, nbytes: int) -> int | None:
+        """The offset of a range of `nbytes`, first fit; ``None`` where no gap is long enough."""
+        for index, length in enumerate(self._lengths):
+            if length >= nbytes:
+                offset = self._offsets[index]
+                if length == nbytes:
+                    del self._offsets[index], self._lengths[index]
+                else:
+                    self._offsets[index] += nbytes
+                    self._lengths[index] -= nbytes
+                self.free_bytes -= nbytes
+                return offset
+        return None
+
+    def give(self, offset: int, nbytes: int) -> None:
+        """Give a range back and join it with its neighbours."""
+        index = bisect_left(self._offsets, offset)
+        self.free_bytes += nbytes
+        joins_next = index < len(self._offsets) and offset + nbytes == self._offsets[index]
+        joins_last = index > 0 and self._offsets[index - 1] + self._lengths[index - 1] == offset
+        if joins_last and joins_next:
+            self._lengths[index - 1] += nbytes + self._lengths[index]
+            del self._offsets[index], self._lengths[index]
+        elif joins_last:
+            self._lengths[index - 1] += nbytes
+        elif joins_next:
+            self._offsets[index] = offset
+            self._lengths[index] += nbytes
+        else:
+            self._offsets.insert(index, offset)
+            self._lengths.insert(index, nbytes)
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """The landing memory of one object. Holds its arena alive, whatever became of the loader."""
+
+    arena: Arena
+    offset: int
+    nbytes: int
+    reserved: int
+    share: Share
+    state: SegmentState = SegmentState.GRANTED
+    endpoint: str = ""
+
+    @property
+    def pointer(self) -> int:
+        """Address of the first byte."""
+        return self.arena.pointer + self.offset
+
+    @property
+    def memory(self) -> npt.NDArray[np.uint8]:
+        """The bytes, uint8 `[nbytes]`."""
+        return self.arena.memory[self.offset : self.offset + self.nbytes]
+
+
+@dataclass(frozen=True, slots=True)
+class LandingStatistics:
+    """Bytes by use; `waiting` units wait for a grant; `refused` grants were cut or shed."""
+
+    capacity: int
+    in_use: int
+    quarantined: int
+    quarantined_peak: int
+    replaced: int
+    waiting: int
+    grants: int
+    refused: int
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    sizes: Sequence[tuple[int, int]]
+    total: int
+    granted: list[Segment] | None
+    event: anyio.Event
+
+
+class LandingMemory:
+    """Grants segments of registered memory and takes them back.
+
+    Args:
+        capacity: bytes that may be in use, quarantine not counted.
+        pinned: page-lock the memory, for copies to an accelerator.
+        reclaim: asked to free landed bytes that nobody pins, at least as many as it is told, oldest first.
+        retire: told of fresh arenas that are not needed any more, to unregister them.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        *,
+        pinned: bool = False,
+        reclaim: Callable[[int], None] = lambda _: None,
+        retire: Callable[[Arena], None] = lambda _: None,
+    ) -> None:
+        self.capacity = capacity
+        self._pinned = pinned
+        self._reclaim = reclaim
+        self._retire = retire
+        self._serving = False
+        self._replacement = max(_aligned(capacity // 16), _PAGE)
+        self.arenas = [Arena(_aligned(capacity), pinned=pinned)]
+        self._limits = {
+            Share.STREAMING: capacity - capacity // 8,
+            Share.PREFETCH: capacity - capacity // 8 - capacity // 4,
+            Share.SAVE: capacity // 8,
+        }
+        self._used = dict.fromkeys(Share, 0)
+        self._queues: dict[Share, deque[_Waiter]] = {share: deque() for share in Share}
+        self._quarantined: dict[str, int] = {}
+        self._quarantined_bytes = 0
+        self._quarantined_peak = 0
+        self._none_quarantined = anyio.Event()
+        self._grants = 0
+        self._refused = 0
+
+    def __repr__(self) -> str:
+        return (
+            f"<LandingMemory {sum(self._used.values())} of {self.capacity} bytes in use, "
+            f"{self._quarantined_bytes} quarantined>"
+        )
+
+    def limit(self, share: Share) -> int:
+        """The most bytes that a share can ever be granted at a time."""
+        return self._limits[share]
+
+    @staticmethod
+    def cost(sizes: Sequence[tuple[int, int]]) -> int:
+        """Bytes that a grant of `(object bytes, count)` pairs takes."""
+        return sum(_aligned(size) * count for size, count in sizes)
+
+    def try_grant(self, sizes: Sequence[tuple[int, int]], share: Share) -> list[Segment] | None:
+        """Grant one segment per object now, or nothing.
+
+        Args:
+            sizes: runs of equal objects as `(object bytes, count)`; segments come in this order, those of a run side by
+                side where the memory allows it.
+            share: who asks.
+        """
+        total = self.cost(sizes)
+        if self._queues[share] or not self._fits(total, share):
+            return None
+        return self._allocate(sizes, total, share)
+
+    async def grant(self, sizes: Sequence[tuple[int, int]], share: Share) -> list[Segment] | None:
+        """Grant one segment per object, in turn with others of the share; ``None`` if it can never fit.
+
+        Waits as long as the caller lets it; a cancelled wait leaves the queue and keeps nothing.
+        """
+        total = self.cost(sizes)
+        if total > self._limits[share]:
+            self._refused += 1
+            return None
+        granted = self.try_grant(sizes, share)
+        if granted is not None:
+            return granted
+        waiter = _Waiter(sizes, total, None, anyio.Event())
+        self._queues[share].append(waiter)
+        try:
+            await waiter.event.wait()
+        except BaseException:
+            if waiter.granted is not None:
+                for segment in waiter.granted:
+                    self.release(segment)
+            else:
+                self._queues[share].remove(waiter)
+                self._refused += 1
+                self._serve_queues()
+            raise
+        return waiter.granted
+
+    def release(self, segment: Segment) -> None:
+        """Give a segment back that no call can write any more."""
+        if segment.state is SegmentState.FREE:
+            raise RuntimeError(f"segment at {segment.offset} was released twice")
+        if segment.state is SegmentState.QUARANTINED:
+            self._quarantined_bytes -= segment.reserved
+            self._quarantined[segment.endpoint] -= segment.reserved
+            if not self._quarantined[segment.endpoint]:
+                del self._quarantined[segment.endpoint]
+            if not self._quarantined_bytes:
+                self._none_quarantined.set()
+        else:
+            self._used[segment.share] -= segment.reserved
+        segment.state = SegmentState.FREE
+        segment.arena.give(segment.offset, segment.reserved)
+        self._retire_arenas()
+        self._serve_queues()
+
+    def quarantine(self, segment: Segment, endpoint: str) -> None:
+        """Nobody waits for the call that may still write this segment: set it aside until the call returns."""
+        self._used[segment.share] -= segment.reserved
+        segment.state = SegmentState.QUARANTINED
+        segment.endpoint = endpoint
+        self._quarantined_bytes += segment.reserved
+        self._quarantined_peak = max(self._quarantined_peak, self._quarantined_bytes)
+        self._quarantined[endpoint] = self._quarantined.get(endpoint, 0) + segment.reserved
+        self._serve_queues()
+
+    def quarantined(self, endpoint: str | None = None) -> int:
+        """Bytes that calls to `endpoint`, or any calls, may still write although nobody waits for them."""
+        return self._quarantined_bytes if endpoint is None else self._quarantined.get(endpoint, 0)
+
+    async def wait_none_quarantined(self) -> None:
+        """Wait until every call that was abandoned has returned."""
+        while self._quarantined_bytes:
+            self._none_quarantined = anyio.Event()
+            await self._none_quarantined.wait()
+
+    def refuses(self, endpoint: str) -> bool:
+        """Whether so much is quarantined for an endpoint, an eighth, that it gets no more reads."""
+        return self.quarantined(endpoint) > self.capacity // 8
+
+    @property
+    def sheds(self) -> bool:
+        """Whether half of the memory is quarantined: then no new loads are taken."""
+        return self._quarantined_bytes > self.capacity // 2
+
+    def missing_replacement(self) -> int:
+        """Bytes of a fresh arena that should stand in for quarantined ones; 0 where none is needed."""
+        fresh = sum(arena.nbytes for arena in self.arenas[1:])
+        lacking = min(self._quarantined_bytes, self.capacity // 2) - fresh
+        return -(-lacking // self._replacement) * self._replacement if lacking > 0 else 0
+
+    def new_arena(self, nbytes: int) -> Arena:
+        """An arena that is not in use yet; `add_arena` takes it once it is registered."""
+        return Arena(nbytes, pinned=self._pinned)
+
+    def add_arena(self, arena: Arena) -> None:
+        """Let grants use a fresh arena."""
+        self.arenas.append(arena)
+        self._serve_queues()
+
+    def statistics(self) -> LandingStatistics:
+        """What is used for what now."""
+        return LandingStatistics(
+            self.capacity,
+            sum(self._used.values()),
+            self._quarantined_bytes,
+            self._quarantined_peak,
+            sum(arena.nbytes for arena in self.arenas[1:]),
+            sum(len(queue) for queue in self._queues.values()),
+            self._grants,
+            self._refused,
+        )
+
+    def _fits(self, total: int, share: Share) -> bool:
+        if share is Share.SAVE:
+            return self._used[share] + total <= self._limits[share]
+        loads = self._used[Share.STREAMING] + self._used[Share.PREFETCH]
+        if self._over(total, share, loads):
+            self._reclaim(max(total, self._replacement))
+            loads = self._used[Share.STREAMING] + self._used[Share.PREFETCH]
+        return not self._over(total, share, loads)
+
+    def _over(self, total: int, share: Share, loads: int) -> bool:
+        if share is Share.PREFETCH and self._used[share] + total > self._limits[share]:
+            return True
+        return loads + total > self._limits[Share.STREAMING]
+
+    def _allocate(self, sizes: Sequence[tuple[int, int]], total: int, share: Share) -> list[Segment] | None:
+        segments = self._allocate_runs(sizes, share)
+        if segments is None:  # enough bytes are free, but not side by side
+            self._reclaim(total)
+            segments = self._allocate_runs(sizes, share)
+        if segments is not None:
+            self._used[share] += total
+            self._grants += 1
+        return segments
+
+    def _allocate_runs(self, sizes: Sequence[tuple[int, int]], share: Share) -> list[Segment] | None:
+        segments: list[Segment] = []
+        for size, count in sizes:
+            if not self._allocate_run(size, count, share, segments):
+                for segment in segments:
+                    segment.arena.give(segment.offset, segment.reserved)
+                return None
+        return segments
+
+    def _allocate_run(self, size: int, count: int, share: Share, segments: list[Segment]) -> bool:
+        stride = _aligned(size)
+        left, run = count, count
+        while left:
+            run = min(run, left)
+            for arena in self.arenas:
+                offset = arena.take(run * stride)
+                if offset is not None:
+                    segments.extend(
+                        Segment(arena, offset + index * stride, size, stride, share) for index in range(run)
+                    )
+                    left -= run
+                    break
+            else:
+                if run == 1:
+                    return False
+                run = (run + 1) // 2
+        return True
+
+    def _serve_queues(self) -> None:
+        if self._serving:  # asking for room releases segments, which comes back here
+            return
+        self._serving = True
+        try:
+            for share, queue in self._queues.items():
+                while queue and self._fits(queue[0].total, share):
+                    waiter = queue[0]
+                    granted = self._allocate(waiter.sizes, waiter.total, share)
+                    if granted is None:
+                        break
+                    queue.popleft()
+                    waiter.granted = granted
+                    waiter.event.set()
+        finally:
+            self._serving = False
+
+    def _retire_arenas(self) -> None:
+        fresh = sum(arena.nbytes for arena in self.arenas[1:])
+        for arena in self.arenas[1:]:
+            if arena.is_unused and fresh - arena.nbytes >= self._quarantined_bytes:
+                self.arenas.remove(arena)
+                fresh -= arena.nbytes
+                self._retire(arena)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,322 @@
+"""`PageLoader`: the public face, and the owner of everything below it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import anyio
+import anyio.abc
+import numpy as np
+import structlog
+from anyio import AsyncContextManagerMixin
+
+from softload import events
+from softload.admission import look_up
+from softload.config import LoaderConfig
+from softload.context import Context
+from softload.errors import LoaderClosedError
+from softload.geometry.group import DevicePoolGroup
+from softload.handles import Load, Prefetch
+from softload.health import Health
+from softload.keys import KeySpace
+from softload.landing import Arena, LandingMemory
+from softload.native_calls import CallGroup, RefusedError
+from softload.outcomes import Lookup, SaveReport
+from softload.protocols import PageStore, RankConsensus, SoloConsensus
+from softload.reading import Reader
+from softload.saving import Saver
+from softload.sessions import SessionTable
+from softload.slots import SlotState, SlotTable
+from softload.store_calls import StoreCalls
+from softload.telemetry import Counters, Statistics
+from softload.transfer import TransferUnit
+
+__all__ = ["PageLoader"]
+
+_log = structlog.get_logger(__name__)
+
+_CLOSE_SECONDS = 2.0
+"""How long closing waits for native calls, each time that it does."""
+
+_HOUSEKEEPING_SECONDS = 0.5
+
+
+class PageLoader(AsyncContextManagerMixin):
+    """Brings pages from a store into an engine's device pools, fail-soft.
+
+    Use it as an async context manager: entering opens the store and starts the loader, leaving answers every waiter and
+    closes both. Whatever the store does, its methods answer; only misuse raises.
+
+    Args:
+        store: where pages come from; opened on entering.
+        pools: the engine's pools.
+        config: settings; the defaults suit a local store.
+        consensus: how the ranks of one engine agree; alone by default.
+    """
+
+    def __init__(
+        self,
+        store: PageStore,
+        pools: DevicePoolGroup,
+        *,
+        config: LoaderConfig | None = None,
+        consensus: RankConsensus | None = None,
+    ) -> None:
+        self.store = store
+        self.pools = pools
+        self.config = config or LoaderConfig()
+        self._consensus = consensus or SoloConsensus()
+        self._context: Context | None = None
+        self._saver: Saver | None = None
+
+    def __repr__(self) -> str:
+        if self._context is None:
+            return f"<PageLoader of {self.pools!r}: closed>"
+        return f"<PageLoader of {self.pools!r}: {len(self._context.active)} units, {self._context.landing!r}>"
+
+    async def lookup(self, unit: TransferUnit) -> Lookup:
+        """Which prefixes of a unit the store has now: a hint, which a load revalidates.
+
+        Asks for no longer than the config's `lookup_deadline`; late is a miss. While the master's breaker is open, and
+        for a request that failed before, it answers no boundary and does not touch the store.
+
+        Args:
+            unit: its components need no slots.
+
+        Raises:
+            ValueError: keys or pools that do not fit.
+            LoaderClosedError: the loader is not open.
+        """
+        return await look_up(self._opened(), unit)
+
+    def load(self, units: Sequence[TransferUnit]) -> Load:
+        """A streaming load, layer by layer, of units with slots. It starts when the returned handle is entered.
+
+        Raises:
+            ValueError: keys, slots or pools that do not fit; a request twice. Entering raises it for slots that another
+                unit holds.
+            LoaderClosedError: the loader is not open.
+        """
+        context = self._opened()
+        self.pools.check_alive()
+        return Load(context, units)
+
+    def prefetch(self, units: Sequence[TransferUnit]) -> Prefetch:
+        """A prefetch of whole pages, of units without slots. It starts when the returned handle is entered.
+
+        Raises:
+            ValueError: keys or pools that do not fit; a request twice.
+            LoaderClosedError: the loader is not open.
+        """
+        context = self._opened()
+        self.pools.check_alive()
+        return Prefetch(context, units)
+
+    async def save(self, units: Sequence[TransferUnit]) -> SaveReport:
+        """Store pages that the engine has computed. Slots that failed to load are refused until they were computed.
+
+        Returns:
+            what became of every page; a store that is full, slow or away costs the save, nothing else.
+
+        Raises:
+            ValueError: keys, slots or pools that do not fit.
+            LoaderClosedError: the loader is not open.
+        """
+        self._opened()
+        self.pools.check_alive()
+        assert self._saver is not None
+        return await self._saver.save(units)
+
+    def computed(self, unit: TransferUnit, pages: int | Iterable[int] | None = None) -> None:
+        """The engine has computed missed pages of a unit: they may be saved, and its request may look up again.
+
+        Args:
+            unit: with slots.
+            pages: how many pages from the start are computed now, or which; all by default.
+        """
+        context = self._opened()
+        context.health.unsuppress(unit.request_id)
+        components = [*self.pools.resolve(unit.target), *(self.pools.resolve_draft(unit.draft) if unit.draft else ())]
+        for component in components:
+            if component.rows is None:
+                continue
+            count = len(component.keys)
+            which = range(count) if pages is None else range(min(pages, count)) if isinstance(pages, int) else pages
+            rows = component.rows[np.fromiter((page for page in which if page < count), np.int64)]
+            context.slots.computed(component.pool, rows)
+
+    async def drain(self) -> None:
+        """Wait for the units that are under way, and for native calls that still hold memory."""
+        context = self._opened()
+        for run in list(context.active):
+            await run.finished.wait()
+        await context.landing.wait_none_quarantined()
+
+    def statistics(self) -> Statistics:
+        """The loader's state and totals."""
+        context = self._opened()
+        landing = context.landing.statistics()
+        sessions = context.sessions.statistics()
+        health = context.health.statistics()
+        groups = [group.statistics() for group in self._groups(context)]
+        counters = context.counters
+        return Statistics(
+            loads=counters.loads,
+            lookups=counters.lookups,
+            lookups_unanswered=counters.lookups_unanswered,
+            active_units=len(context.active),
+            requested_pages=counters.requested_pages,
+            restored_pages=counters.restored_pages,
+            late_failures=counters.late_failures,
+            draft_dropped=counters.draft_dropped,
+            missed_pages=MappingProxyType(dict(counters.missed)),
+            saved_pages=MappingProxyType(dict(counters.saves)),
+            bytes_loaded=counters.bytes_loaded,
+            bytes_saved=counters.bytes_saved,
+            retries=counters.retries,
+            removed_corrupt=counters.removed_corrupt,
+            timed_out_calls=counters.timed_out_calls,
+            shared_objects=counters.shared_objects,
+            landing_bytes=landing.capacity,
+            landing_bytes_in_use=landing.in_use,
+            kept_bytes=context.reader.kept_bytes,
+            quarantined_bytes=landing.quarantined,
+            quarantined_bytes_peak=landing.quarantined_peak,
+            replaced_bytes=landing.replaced,
+            waiting_grants=landing.waiting,
+            held_slots=context.slots.count(SlotState.RESERVED, SlotState.FILLING, SlotState.ZEROING),
+            open_sessions=sessions.open,
+            sessions_opened=sessions.opened,
+            sessions_restarted=sessions.restarted,
+            sessions_ended=sessions.ended,
+            threads=sum(group.threads for group in groups),
+            stuck_threads=sum(group.stuck for group in groups),
+            queued_calls=sum(group.queued for group in groups),
+            refused_calls=sum(group.refused for group in groups),
+            open_breakers=health.open_breakers,
+            negative_keys=health.negative_keys,
+            suppressed_requests=health.suppressed_requests,
+        )
+
+    @asynccontextmanager
+    async def __asynccontextmanager__(self):  # type: ignore[no-untyped-def]  # noqa: ANN204
+        if self._context is not None:
+            raise RuntimeError("this PageLoader is open already")
+        async with anyio.create_task_group() as tasks:
+            context = await self._open(tasks)
+            self._context = context
+            self._saver = Saver(context)
+            try:
+                yield self
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await self._close(context)
+                tasks.cancel_scope.cancel()
+
+    async def _open(self, tasks: anyio.abc.TaskGroup) -> Context:
+        config = self.config
+        lifecycle = CallGroup("lifecycle", width=1, max_stuck=2)
+        await lifecycle.run(self.store.open)
+        calls = StoreCalls(self.store)
+        health = Health(negative_entries=config.negative_entries, seed=config.seed)
+        counters = Counters()
+        sessions = SessionTable(calls, health, ttl=self.store.lease_ttl, max_stuck=config.stuck_threads)
+        health.on_master_back = sessions.void
+
+        def spawn(function: Callable[[], Coroutine[Any, Any, None]]) -> None:
+            tasks.start_soon(function)
+
+        def retire(arena: Arena) -> None:
+            tasks.start_soon(self._unregister, lifecycle, arena)
+
+        landing = LandingMemory(
+            config.landing_bytes,
+            pinned=self.pools.device.type != "cpu",
+            reclaim=lambda nbytes: reader.reclaim(nbytes),
+            retire=retire,
+        )
+        reader = Reader(calls, landing, sessions, health, counters, config, spawn)
+        arena = landing.arenas[0]
+        await lifecycle.run(partial(self.store.register, arena.pointer, arena.nbytes))
+        context = Context(
+            config=config,
+            pools=self.pools,
+            keys=KeySpace.create(
+                config, self.pools.fingerprint(config.layout), rank_replicated=self.pools.rank_replicated
+            ),
+            calls=calls,
+            landing=landing,
+            reader=reader,
+            sessions=sessions,
+            health=health,
+            slots=SlotTable(),
+            counters=counters,
+            consensus=self._consensus,
+            control=CallGroup("control", width=config.control_lanes, max_stuck=config.stuck_threads),
+            compute=CallGroup("compute", width=2, max_stuck=0),
+            fences=CallGroup("fence", width=config.stuck_threads + 1, max_stuck=config.stuck_threads),
+            writes=CallGroup("write", width=config.write_lanes, max_stuck=config.stuck_threads),
+            lifecycle=lifecycle,
+            spawn=spawn,
+        )
+        tasks.start_soon(self._keep_house, context)
+        return context
+
+    async def _close(self, context: Context) -> None:
+        """Answer every waiter, then let go in reverse order of opening."""
+        self._context = None
+        runs = list(context.active)
+        for run in runs:
+            run.placed()
+            run.cancel()
+        for run in runs:
+            await run.finished.wait()
+        with anyio.move_on_after(_CLOSE_SECONDS):
+            await context.landing.wait_none_quarantined()
+            await context.sessions.wait_none_open()
+        context.reader.close()
+        context.sessions.close()
+        for group in self._groups(context):
+            if group is not context.lifecycle:
+                group.close()
+        with anyio.move_on_after(_CLOSE_SECONDS):
+            for arena in context.landing.arenas:
+                # Memory that a call may still write stays registered and allocated: the call holds it.
+                if arena.is_unused:
+                    await context.lifecycle.run(partial(self.store.unregister, arena.pointer))
+            await context.lifecycle.run(self.store.close)
+        context.lifecycle.close()
+
+    async def _keep_house(self, context: Context) -> None:
+        """Now and then: free what prefetches left behind, replace quarantined memory."""
+        while True:
+            await anyio.sleep(_HOUSEKEEPING_SECONDS)
+            context.reader.expire()
+            lacking = context.landing.missing_replacement()
+            if lacking:
+                arena = context.landing.new_arena(lacking)
+                try:
+                    await context.lifecycle.run(partial(self.store.register, arena.pointer, arena.nbytes))
+                except RefusedError:
+                    continue
+                context.landing.add_arena(arena)
+
+    async def _unregister(self, lifecycle: CallGroup, arena: Arena) -> None:
+        try:
+            await lifecycle.run(partial(self.store.unregister, arena.pointer))
+        except RefusedError:
+            _log.info(events.THREAD_STUCK, group=lifecycle.name)
+
+    def _groups(self, context: Context) -> Iterator[CallGroup]:
+        yield from (context.control, context.compute, context.fences, context.writes, context.lifecycle)
+        yield context.reader.group
+        yield from context.sessions.groups()
+
+    def _opened(self) -> Context:
+        if self._context is None:
+            raise LoaderClosedError("this PageLoader is not open: use it inside `async with`")
+        return self._context

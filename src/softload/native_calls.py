@@ -1,0 +1,244 @@
+"""Blocking calls on daemon threads of our own.
+
+A native call cannot be interrupted, so a caller that gives up leaves it running. Such a call is *stuck*: its thread no
+longer counts as one of the group's lanes and another takes its place, up to a bound; past the bound new calls are
+refused at once. Threads are daemons: a stuck one never keeps the process from ending. All bookkeeping happens on the
+event loop; threads only run calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar
+
+import anyio
+
+__all__ = ["CallGroup", "CallGroupStatistics", "NativeCall", "RefusedError"]
+
+T = TypeVar("T")
+
+
+class RefusedError(Exception):
+    """The group takes no more calls: it is closed, or as many threads are stuck as it may have."""
+
+
+class NativeCall(Generic[T]):
+    """One call. `on_return` runs on the event loop exactly once if the call ran, also long after it was abandoned."""
+
+    __slots__ = (
+        "_on_return",
+        "_prepare",
+        "_run",
+        "abandoned",
+        "error",
+        "finished",
+        "group",
+        "priority",
+        "started_at",
+        "value",
+    )
+
+    def __init__(
+        self,
+        run: Callable[[], T],
+        on_return: Callable[[NativeCall[T]], None],
+        *,
+        prepare: Callable[[], bool] = lambda: True,
+        priority: float = 0.0,
+    ) -> None:
+        self._run = run
+        self._on_return = on_return
+        self._prepare = prepare
+        self.priority = priority
+        self.group: CallGroup | None = None
+        self.started_at: float | None = None
+        self.finished = False
+        self.abandoned = False
+        self.value: T | None = None
+        self.error: Exception | None = None
+
+    def prepare(self) -> bool:
+        """Run on the loop, right before a thread gets the call; False where nobody wants it any more."""
+        return not self.abandoned and self._prepare()
+
+    def elapsed(self) -> float:
+        """Seconds since the call started, 0 while it is queued."""
+        return 0.0 if self.started_at is None else time.monotonic() - self.started_at
+
+    def execute(self) -> None:
+        """Run on a thread; what it raises is kept for the loop."""
+        try:
+            self.value = self._run()
+        except Exception as error:  # handed to the awaiting task, or logged by whoever abandoned the call
+            self.error = error
+
+    def complete(self) -> None:
+        """Run on the loop, once the call has returned."""
+        self.finished = True
+        self._on_return(self)
+
+    def withdraw(self) -> bool:
+        """Take the call back if it has not started; False if it has."""
+        if self.started_at is not None:
+            return False
+        self.abandoned = True
+        return True
+
+    def abandon(self) -> None:
+        """Stop waiting: a call that has started counts as stuck until it returns."""
+        if not self.abandoned:
+            self.abandoned = True
+            if self.group is not None and self.started_at is not None and not self.finished:
+                self.group.count_stuck()
+
+
+@dataclass(frozen=True, slots=True)
+class CallGroupStatistics:
+    """A snapshot: threads alive, calls running (stuck ones included), stuck, and queued; the totals of all calls."""
+
+    threads: int
+    running: int
+    stuck: int
+    queued: int
+    calls: int
+    refused: int
+
+
+class CallGroup:
+    """A bounded number of lanes for blocking calls, lowest priority value first.
+
+    Args:
+        name: of its threads.
+        width: calls that run at a time, stuck ones not counted.
+        max_stuck: stuck calls that are replaced; with more of them, submitting is refused.
+    """
+
+    def __init__(self, name: str, *, width: int, max_stuck: int) -> None:
+        self.name = name
+        self.width = width
+        self.max_stuck = max_stuck
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._heap: list[tuple[float, int, NativeCall[Any]]] = []
+        self._order = itertools.count()
+        self._idle: list[SimpleQueue[NativeCall[Any] | None]] = []
+        self._threads = 0
+        self._running = 0
+        self._stuck = 0
+        self._calls = 0
+        self._refused = 0
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<CallGroup {self.name}: {self._running} running, {self._stuck} stuck, {len(self._heap)} queued>"
+
+    @property
+    def saturated(self) -> bool:
+        """Whether stuck calls have used up every replacement."""
+        return self._stuck > self.max_stuck
+
+    def submit(self, call: NativeCall[Any]) -> None:
+        """Queue a call.
+
+        Raises:
+            RefusedError: closed, or saturated with stuck calls.
+        """
+        if self._closed or self.saturated:
+            self._refused += 1
+            raise RefusedError(self.name)
+        self._loop = asyncio.get_running_loop()
+        call.group = self
+        heapq.heappush(self._heap, (call.priority, next(self._order), call))
+        self._dispatch()
+
+    async def run(self, function: Callable[[], T], *, priority: float = 0.0) -> T:
+        """Run a call and wait for it; a cancelled wait withdraws or abandons it.
+
+        Raises:
+            RefusedError: closed, or saturated with stuck calls.
+        """
+        returned = anyio.Event()
+        call = NativeCall(function, lambda _: returned.set(), priority=priority)
+        self.submit(call)
+        try:
+            await returned.wait()
+        finally:
+            if not call.finished and not call.withdraw():
+                call.abandon()
+        if call.error is not None:
+            raise call.error
+        return call.value  # type: ignore[return-value]  # set by execute(), and may be None itself
+
+    def count_stuck(self) -> None:
+        """A running call was abandoned: another thread may take its lane."""
+        self._stuck += 1
+        self._dispatch()
+
+    def close(self) -> None:
+        """Refuse new calls, drop queued ones, and end idle threads; running calls end theirs when they return."""
+        self._closed = True
+        self._heap.clear()
+        while self._idle:
+            self._idle.pop().put(None)
+            self._threads -= 1
+
+    def statistics(self) -> CallGroupStatistics:
+        """What runs now."""
+        return CallGroupStatistics(
+            self._threads, self._running, self._stuck, len(self._heap), self._calls, self._refused
+        )
+
+    def _dispatch(self) -> None:
+        while self._heap and self._running - self._stuck < self.width:
+            _, _, call = heapq.heappop(self._heap)
+            if not call.prepare():
+                continue
+            inbox = self._idle.pop() if self._idle else self._start_thread()
+            self._running += 1
+            self._calls += 1
+            call.started_at = time.monotonic()
+            inbox.put(call)
+
+    def _start_thread(self) -> SimpleQueue[NativeCall[Any] | None]:
+        inbox: SimpleQueue[NativeCall[Any] | None] = SimpleQueue()
+        assert self._loop is not None
+        self._threads += 1
+        threading.Thread(
+            target=_serve, args=(inbox, self._loop, self._returned), name=f"softload-{self.name}", daemon=True
+        ).start()
+        return inbox
+
+    def _returned(self, inbox: SimpleQueue[NativeCall[Any] | None], call: NativeCall[Any]) -> None:
+        self._running -= 1
+        if call.abandoned:
+            self._stuck -= 1
+        # Threads that stood in for stuck ones are surplus now.
+        if self._closed or len(self._idle) >= self.width:
+            inbox.put(None)
+            self._threads -= 1
+        else:
+            self._idle.append(inbox)
+        try:
+            call.complete()
+        finally:
+            self._dispatch()
+
+
+def _serve(
+    inbox: SimpleQueue[NativeCall[Any] | None],
+    loop: asyncio.AbstractEventLoop,
+    returned: Callable[[SimpleQueue[NativeCall[Any] | None], NativeCall[Any]], None],
+) -> None:
+    while (call := inbox.get()) is not None:
+        call.execute()
+        try:
+            loop.call_soon_threadsafe(returned, inbox, call)
+        except RuntimeError:  # the loop has ended: nobody waits, and what the call held goes with it
+            return
+        del call  # an idle thread must not keep the memory of its last call alive

@@ -1,0 +1,507 @@
+"""One unit of one load: admitted, granted memory, read, checked, copied, reported. Fails alone.
+
+Every unit runs as a task of its own under its own deadline, so that what hangs for one holds no other up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
+
+import anyio
+import anyio.lowlevel
+import structlog
+
+from softload import events
+from softload.admission import Answers
+from softload.context import Context
+from softload.copies import Copy, chunks, copies_in, execute, wait_for, zeros
+from softload.fetches import Fetch
+from softload.geometry.layout import Fragment, layer_groups
+from softload.landing import Share
+from softload.native_calls import RefusedError
+from softload.outcomes import LateFailure, PageStatus, UnitOutcome
+from softload.planning import Column
+from softload.protocols import Descriptor
+from softload.reading import Turn
+from softload.slots import SlotState
+from softload.transfer import TransferUnit
+from softload.unit_fetches import UnitFetches
+from softload.unit_pages import UnitPages
+
+__all__ = ["Mode", "UnitRun"]
+
+_log = structlog.get_logger(__name__)
+
+_NOT_A_FAILURE = (PageStatus.CANCELLED, PageStatus.PEER_DECLINED, PageStatus.SHED)
+"""Misses that say nothing about what the next lookup of the same request would find."""
+
+
+class Mode(Enum):
+    """What a unit's run is for."""
+
+    STREAM = "stream"
+    """Admit, read, and copy layer by layer."""
+
+    PREFETCH = "prefetch"
+    """Admit, read, and hold what landed."""
+
+    PLACE = "place"
+    """Copy what a prefetch holds."""
+
+
+class UnitRun:
+    """One unit on its way.
+
+    Args:
+        context: the loader's parts.
+        unit: what is asked for.
+        mode: see `Mode`.
+        turn: the load's place among others.
+        on_layers: told how many layers the unit has in its slots, or that it holds no layer up any more.
+
+    Raises:
+        ValueError: keys, slots or pools that do not fit; nothing has been touched.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        unit: TransferUnit,
+        mode: Mode,
+        turn: Turn,
+        on_layers: Callable[[str, int], None] = lambda _request, _layers: None,
+    ) -> None:
+        self._context = context
+        self._mode = mode
+        self._turn = turn
+        self._on_layers = on_layers
+        self.unit = unit
+        self.request_id = unit.request_id
+        self.wants = UnitPages(context, unit)
+        share = Share.PREFETCH if mode is Mode.PREFETCH else Share.STREAMING
+        self._fetches = UnitFetches(context, self.wants, self, share)
+        self.admitted_pages = 0
+        self.deadline = math.inf
+        """When its waiters are answered, on the event loop's clock."""
+        self._scope = anyio.CancelScope()
+        self._reason = PageStatus.TIMED_OUT
+        self._reserved = False
+        self._fenced = False
+        self._copied = 0
+        self._draft_copied = 0
+        self._layers_passed = 0
+        self.layers_given = 0
+        self.late: LateFailure | None = None
+        self.failure: PageStatus | None = None
+        self.outcome: UnitOutcome | None = None
+        self.decided = anyio.Event()
+        self.go = anyio.Event()
+        self.admitted = anyio.Event()
+        self.landed = anyio.Event()
+        self.draft_ready = anyio.Event()
+        self.finished = anyio.Event()
+        self._changed = anyio.Event()
+        self._placed = anyio.Event()
+
+    def __repr__(self) -> str:
+        return f"<UnitRun {self.request_id}: {self._mode.value}, {self.pages} of {self.wants.requested} pages>"
+
+    @property
+    def pages(self) -> int:
+        """Pages that are good so far."""
+        return self.wants.pages
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that this unit had read; what it shared with others is theirs."""
+        return self._fetches.bytes_read
+
+    @property
+    def is_placed(self) -> bool:
+        """PREFETCH: whether another run holds its bytes, or nobody wants them any more."""
+        return self._placed.is_set()
+
+    # -- before it runs
+
+    def reserve(self) -> None:
+        """RESERVED: take the unit's slots and start its deadline.
+
+        Raises:
+            ValueError: slots that another unit holds, or a unit without slots where they are needed.
+        """
+        if self._mode is not Mode.PREFETCH:
+            for component in self.wants.own_components():
+                if component.rows is None:
+                    raise ValueError(
+                        f"request {self.request_id!r}, pool {component.pool.name}: expected slots, got none"
+                    )
+            self._context.slots.reserve(
+                [(c.pool, c.rows, c.keys) for c in self.wants.own_components() if c.rows is not None], self.request_id
+            )
+            self._reserved = True
+        seconds = self._context.config.deadline if self.unit.deadline is None else self.unit.deadline
+        self.deadline = anyio.current_time() + seconds
+        if self._mode is not Mode.PREFETCH:  # what has landed may be held for longer
+            self._scope.deadline = self.deadline
+        if not self.wants.requested:
+            self.decided.set()
+
+    def abandon(self) -> None:
+        """Give slots and bytes back although nothing has begun."""
+        self._fetches.let_go_all(keep=True)
+        self._release_slots(0)
+
+    def cancel(self, reason: PageStatus = PageStatus.CANCELLED) -> None:
+        """End it; what is not committed by now is a miss with this status."""
+        if not self.finished.is_set() and not self._placed.is_set():
+            self._reason = reason
+            self._scope.cancel()
+
+    def placed(self) -> None:
+        """PREFETCH: its bytes are held by a PLACE run now, or the handle has ended."""
+        self._placed.set()
+
+    # -- admission
+
+    def decide(self, answers: Answers, endpoints: dict[str, PageStatus | None]) -> None:
+        """Cut the unit to what was revalidated: its own first bad page, boundaries, draft policy.
+
+        Args:
+            answers: per object key.
+            endpoints: what was decided about endpoints so far in this admission; added to.
+        """
+        if self.decided.is_set():
+            return
+        for column in self.wants.all_columns():
+            for page, key in enumerate(column.keys):
+                status = self._admit(column, page, answers[key], endpoints)
+                if status is not None:
+                    self.wants.mark_bad(column, page, status)
+        self.wants.recut()
+        config = self._context.config
+        self.wants.apply_draft_policy(config.draft_policy, config.truncate_pages)
+        self.wants.restrict_windows()
+        self.decided.set()
+
+    def take_over(self, source: UnitRun) -> None:
+        """PLACE: hold what a prefetch landed.
+
+        Raises:
+            ValueError: other keys than the prefetch's.
+        """
+        self._fetches.take_over(source._fetches)
+        self.wants.continue_from(source.wants)
+        self.decided.set()
+        self.go.set()
+        self._be_admitted()
+
+    # -- the run
+
+    async def run(self) -> None:
+        """Everything from admission to the outcome. Ends within the deadline and one copy chunk."""
+        try:
+            with self._scope:
+                await (self._prefetch() if self._mode is Mode.PREFETCH else self._stream())
+            if self._scope.cancelled_caught:
+                with anyio.CancelScope(shield=True):
+                    await self._wind_up()
+        finally:
+            self._finish()
+
+    def fetch_changed(self, fetch: Fetch) -> None:
+        """A part of a fetch has landed or failed."""
+        if fetch.failed:
+            for wanted in self._fetches.of(fetch):
+                self.wants.mark_bad(wanted.column, wanted.page, fetch.status)
+            self._recut()
+        self._changed.set()
+
+    async def _prefetch(self) -> None:
+        """Land what lands by the deadline, then hold it."""
+        with anyio.move_on_at(self.deadline) as scope:
+            await self._read()
+            await self._until(lambda: self._fetches.landed(self.wants.all_columns()))
+        if scope.cancelled_caught:
+            self._give_up_unlanded()
+        self.landed.set()
+        with anyio.move_on_after(self._context.config.hold_limit):
+            await self._placed.wait()
+        if not self._placed.is_set():
+            self._give_up(PageStatus.SHED)
+
+    async def _stream(self) -> None:
+        """Copy layer by layer what lands, or has landed."""
+        if self._mode is Mode.STREAM:
+            await self._read()
+        await self._copy_target()
+        await self._copy_draft()
+
+    async def _read(self) -> None:
+        await self.decided.wait()
+        await self.go.wait()
+        await self._fetches.read(self._turn)
+        self._be_admitted()
+
+    async def _copy_target(self) -> None:
+        num_layers = self._context.pools.num_layers
+        for layers in layer_groups(num_layers):
+            step = [column for column in self.wants.columns if any(layer in layers for layer in column.spec.layers)]
+            await self._until(lambda step=step, layers=layers: self._fetches.landed(step, layers))  # type: ignore[misc]
+            await self._wait_for_engine()
+            await self._copy(self._step_copies(step, layers))
+            self._pass(layers.stop)
+            if not self.wants.draft_rides:
+                done = (column for column in step if column.spec.layers[-1] < layers.stop)
+                self._fetches.let_go(done, keep=self._mode is Mode.PLACE)
+        self._copied = self.pages
+
+    async def _copy_draft(self) -> None:
+        """The draft after the target: it has a gate of its own."""
+        if self.wants.draft:
+            await self._until(lambda: self._fetches.landed(self.wants.draft_columns))
+            await self._copy(self._draft_copies())
+            self._draft_copied = self.wants.draft_pages
+            await self._zero_draft()
+        self.draft_ready.set()
+
+    async def _wind_up(self) -> None:
+        """After the deadline or a cancel. What has landed is still worth one chunk of copies, but no more."""
+        timed_out = self._reason is PageStatus.TIMED_OUT
+        if not self._copied:
+            self._give_up_unlanded()
+            if timed_out:
+                await self._salvage()
+            if not self._copied:
+                self._give_up(self._reason)
+        self.wants.draft_pages = self._draft_copied
+        if timed_out and self.wants.draft and not self.draft_ready.is_set():
+            await self._zero_draft()
+
+    async def _salvage(self) -> None:
+        """Copy what landed in time, if it is no more than one chunk."""
+        if self._mode is Mode.PREFETCH or (self.unit.ready is not None and not self._fenced):
+            return
+        copies = self._step_copies(self.wants.columns, range(self._context.pools.num_layers))
+        if self.pages and sum(copy.nbytes for copy in copies) <= self._context.config.copy_chunk_bytes:
+            await self._copy(copies)
+            self._copied = self.pages
+
+    def _finish(self) -> None:
+        """Account for every page and slot, once."""
+        restored = self._copied
+        self._on_layers(self.request_id, self._context.pools.num_layers)
+        self._fetches.let_go_all(keep=self._mode is not Mode.STREAM)
+        self._release_slots(restored)
+        self.outcome = UnitOutcome(
+            request_id=self.request_id,
+            requested_pages=self.wants.requested,
+            restored_pages=restored,
+            draft_pages=min(self._draft_copied, restored),
+            prefill_from_page=restored,
+            pages=tuple(self.wants.outcomes(restored, self._reason)),
+            late_failure=self.late,
+        )
+        if self._mode is not Mode.PREFETCH:
+            self._count(self.outcome)
+        self._context.active.discard(self)
+        for event in (self.decided, self.go, self.admitted, self.landed, self.draft_ready, self.finished):
+            event.set()
+
+    # -- steps
+
+    async def _until(self, ready: Callable[[], bool]) -> None:
+        while not ready():
+            self._changed = anyio.Event()
+            await self._changed.wait()
+
+    async def _wait_for_engine(self) -> None:
+        """The engine's fence: its slots are free to be written once it returned."""
+        fence = self.unit.ready
+        if fence is None or self._fenced or not self.pages:
+            return
+        try:
+            await self._context.fences.run(lambda: wait_for(fence))
+            self._fenced = True
+        except RefusedError:
+            self._give_up(PageStatus.SHED)
+
+    async def _copy(self, copies: Sequence[Copy]) -> None:
+        """Copy in chunks; the deadline may pass between two, never within one."""
+        if copies:
+            self._move_slots(SlotState.FILLING)
+        for chunk in chunks(copies, self._context.config.copy_chunk_bytes):
+            await anyio.lowlevel.checkpoint_if_cancelled()
+            await self._run_chunk(chunk)
+
+    async def _run_chunk(self, chunk: Sequence[Copy]) -> None:
+        with anyio.CancelScope(shield=True):
+            await self._context.compute.run(lambda: execute(chunk))
+
+    def _step_copies(self, step: Iterable[Column], layers: range) -> list[Copy]:
+        return [
+            copy
+            for column in step
+            for copy in self._column_copies(
+                column,
+                [fragment for fragment in column.spec.fragments if fragment.layer in layers and not fragment.draft],
+                self.wants.pages_of(column),
+            )
+        ]
+
+    def _draft_copies(self) -> list[Copy]:
+        return [
+            copy
+            for column in self._draft_holders()
+            for copy in self._column_copies(column, _draft_fragments(column), self._draft_pages_of(column))
+        ]
+
+    def _draft_holders(self) -> Sequence[Column]:
+        """The columns whose objects hold the draft's bytes."""
+        return self.wants.columns if self.wants.draft_rides else self.wants.draft_columns
+
+    def _draft_pages_of(self, column: Column) -> range:
+        return range(self.wants.draft_pages) if self.wants.draft_rides else self.wants.pages_of(column)
+
+    def _column_copies(self, column: Column, fragments: Sequence[Fragment], pages: range) -> list[Copy]:
+        return copies_in(column, fragments, [self._fetches.segment(column, page) for page in pages], pages)
+
+    async def _zero_draft(self) -> None:
+        """Draft slots without their bytes hold zeros, not what was there before."""
+        # A packed draft's slots are its target's: those of missed pages are left as they are.
+        stop = self._copied if self.wants.draft_is_packed else self.wants.requested
+        copies = [
+            copy
+            for column in self._draft_holders()
+            for copy in zeros(column, range(self._draft_copied, min(stop, len(column.keys))), _draft_fragments(column))
+        ]
+        for component in self.wants.draft if not self.wants.draft_is_packed else ():
+            assert component.rows is not None
+            self._context.slots.move(component.pool, component.rows[self._draft_copied :], SlotState.ZEROING)
+        for chunk in chunks(copies, self._context.config.copy_chunk_bytes):
+            await self._run_chunk(chunk)
+
+    # -- cutting
+
+    def _give_up_unlanded(self) -> None:
+        """What has not landed by now is a miss."""
+        if not self.admitted.is_set():
+            self._give_up(self._reason)
+            return
+        for fetch in self._fetches:
+            if not fetch.landed:
+                for wanted in self._fetches.of(fetch):
+                    self.wants.mark_bad(wanted.column, wanted.page, self._reason)
+        self._recut(timed_out=self._reason is PageStatus.TIMED_OUT)
+
+    def _give_up(self, status: PageStatus) -> None:
+        """All of it is a miss."""
+        self.wants.limit(0, status)
+        self._recut(timed_out=status is PageStatus.TIMED_OUT)
+
+    def _recut(self, *, timed_out: bool = False) -> None:
+        self.wants.recut()
+        if self.admitted.is_set() and self.pages < self.admitted_pages:
+            self._fail_after_admission()
+        self._fetches.prune(timed_out=timed_out)
+
+    def _fail_after_admission(self) -> None:
+        """Fewer pages than were admitted: what the engine computes with them must not be used."""
+        if self._mode is Mode.PREFETCH or self.failure is not None:
+            return
+        self.failure = self.wants.status_of(self.pages) or self._reason
+        if self.layers_given:
+            layer = min(self._layers_passed, self._context.pools.num_layers - 1)
+            self.late = LateFailure(self.pages, layer, self.failure)
+            self._context.counters.late_failures += 1
+        self._on_layers(self.request_id, self._context.pools.num_layers)
+
+    # -- small helpers
+
+    def _be_admitted(self) -> None:
+        self.admitted_pages = self.pages
+        self.admitted.set()
+
+    def _admit(
+        self,
+        column: Column,
+        page: int,
+        answer: Descriptor | PageStatus | None,
+        endpoints: dict[str, PageStatus | None],
+    ) -> PageStatus | None:
+        """``None`` where the object may be read, else why not."""
+        key, spec = column.keys[page], column.spec
+        if isinstance(answer, PageStatus):
+            return answer
+        if answer is None:
+            fetch = self._context.reader.find(key)
+            size = fetch.size if fetch is not None else spec.size
+        else:
+            size = answer.size
+            if answer.endpoint not in endpoints:
+                endpoints[answer.endpoint] = self._endpoint_status(answer.endpoint)
+            refused = endpoints[answer.endpoint]
+            if refused is not None:
+                self._context.health.negative.add(key, refused)
+                return refused
+        if size not in (spec.size, spec.target_size):
+            return PageStatus.WRONG_SIZE
+        if self.wants.draft_rides and size < spec.size:
+            self.wants.mark_without_draft(column, page)
+        self._fetches.descriptors[key] = answer
+        return None
+
+    def _endpoint_status(self, endpoint: str) -> PageStatus | None:
+        if self._context.landing.refuses(endpoint):
+            return PageStatus.SHED
+        return None if self._context.health.endpoint(endpoint).allows() else PageStatus.SUPPRESSED
+
+    def _pass(self, layers: int) -> None:
+        self._layers_passed = layers
+        self._on_layers(self.request_id, layers)
+
+    def _move_slots(self, state: SlotState) -> None:
+        for component in self.wants.own_components():
+            assert component.rows is not None
+            self._context.slots.move(component.pool, component.rows[: self.pages], state)
+
+    def _release_slots(self, restored: int) -> None:
+        if not self._reserved:
+            return
+        self._reserved = False
+        for component in self.wants.own_components():
+            assert component.rows is not None
+            good = min(self._draft_copied, restored) if component.pool.name.is_draft else restored
+            self._context.slots.move(component.pool, component.rows[:good], SlotState.COMMITTED)
+            self._context.slots.move(component.pool, component.rows[good:], SlotState.RELEASED)
+
+    def _count(self, outcome: UnitOutcome) -> None:
+        counters = self._context.counters
+        counters.requested_pages += outcome.requested_pages
+        counters.restored_pages += outcome.restored_pages
+        missed = outcome.pages[outcome.restored_pages :]
+        counters.missed.update(page.status for page in missed)
+        if missed and missed[0].status not in _NOT_A_FAILURE:
+            self._context.health.suppress(self.request_id)
+            _log.info(
+                events.PAGE_MISSED,
+                request_id=self.request_id,
+                page=missed[0].page,
+                status=missed[0].status,
+                component=missed[0].component,
+                restored=outcome.restored_pages,
+                requested=outcome.requested_pages,
+            )
+        if self.wants.draft and outcome.draft_pages < outcome.restored_pages:
+            counters.draft_dropped += 1
+            _log.info(
+                events.DRAFT_DROPPED,
+                request_id=self.request_id,
+                draft_pages=outcome.draft_pages,
+                restored=outcome.restored_pages,
+            )
+
+
+def _draft_fragments(column: Column) -> Sequence[Fragment]:
+    return [fragment for fragment in column.spec.fragments if fragment.draft or column.spec.draft]

@@ -1,0 +1,141 @@
+"""Pure plans: which objects a unit wants, how far it is restorable, and how reads are batched. No I/O, no state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from softload.geometry.device_pool import DevicePool
+from softload.geometry.group import ResolvedComponent
+from softload.geometry.layout import ObjectSpec
+from softload.keys import KeySpace
+from softload.transfer import HitPolicy, PoolName
+
+__all__ = ["Column", "ComponentPages", "boundaries", "columns", "cut", "needed_pages", "read_batches"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Column:
+    """One kind of object of one component, over the unit's pages.
+
+    Args:
+        component: index of the component in its unit's target or draft.
+        spec: what each object holds.
+        pool: where it goes.
+        keys: one object key per page.
+        rows: page rows in the pool, int64 `[pages]`; ``None`` where no slots are taken yet.
+    """
+
+    component: int
+    spec: ObjectSpec
+    pool: DevicePool
+    keys: tuple[str, ...]
+    rows: npt.NDArray[np.int64] | None
+
+
+def columns(
+    components: Sequence[ResolvedComponent],
+    specs: dict[PoolName, tuple[ObjectSpec, ...]],
+    keys: KeySpace,
+    *,
+    draft: bool,
+) -> list[Column]:
+    """All objects of the components that hold target bytes, or those of the draft; first layers first."""
+    found = [
+        Column(
+            index,
+            spec,
+            component.pool,
+            tuple(keys.object_key(key, spec.pool, spec.part) for key in component.keys),
+            component.rows,
+        )
+        for index, component in enumerate(components)
+        for spec in specs[component.pool.name]
+        if spec.draft is draft
+    ]
+    found.sort(key=lambda column: column.spec.group)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class ComponentPages:
+    """How one component decides: which of its pages are good, and which of them a boundary needs."""
+
+    good: Sequence[bool]
+    hit_policy: HitPolicy = HitPolicy.ALL_PAGES
+    window: int = 1
+
+
+def boundaries(components: Sequence[ComponentPages]) -> tuple[int, ...]:
+    """The prefix lengths, in pages and ascending, at which every component has what it needs. Never 0."""
+    if not components:
+        return ()
+    limit = min(
+        _first_bad(component.good) if component.hit_policy is HitPolicy.ALL_PAGES else len(component.good)
+        for component in components
+    )
+    trailing = [component for component in components if component.hit_policy is HitPolicy.TRAILING_PAGES]
+    if not trailing:
+        return tuple(range(1, limit + 1))
+    runs = [_runs_ending(component.good) for component in trailing]
+    return tuple(
+        pages
+        for pages in range(1, limit + 1)
+        if all(run[pages - 1] >= min(component.window, pages) for run, component in zip(runs, trailing, strict=True))
+    )
+
+
+def cut(limit: int, components: Sequence[ComponentPages]) -> int:
+    """The longest restorable prefix of at most `limit` pages; 0 where there is none."""
+    return max((pages for pages in boundaries(components) if pages <= limit), default=0)
+
+
+def needed_pages(pages: int, hit_policy: HitPolicy, window: int) -> range:
+    """The pages of a component that a prefix of `pages` pages needs."""
+    return range(pages) if hit_policy is HitPolicy.ALL_PAGES else range(max(0, pages - window), pages)
+
+
+def read_batches(
+    objects: Iterable[tuple[str, int, T]], *, max_bytes: int, max_objects: int
+) -> list[tuple[str, list[T]]]:
+    """Split reads into calls, in order, each for one endpoint.
+
+    Args:
+        objects: `(endpoint, bytes, item)` in the order in which they are wanted.
+        max_bytes: bytes of one call at most; a larger object has a call of its own.
+        max_objects: objects of one call at most.
+
+    Returns:
+        `(endpoint, items)` per call; every item once, items of an endpoint in their order.
+    """
+    batches: list[tuple[str, list[T]]] = []
+    current: dict[str, tuple[list[T], int]] = {}
+    for endpoint, nbytes, item in objects:
+        items, total = current.get(endpoint, ([], 0))
+        if not items or total + nbytes > max_bytes or len(items) >= max_objects:
+            items, total = [], 0
+            batches.append((endpoint, items))
+        items.append(item)
+        current[endpoint] = (items, total + nbytes)
+    return batches
+
+
+def _first_bad(good: Sequence[bool]) -> int:
+    for page, is_good in enumerate(good):
+        if not is_good:
+            return page
+    return len(good)
+
+
+def _runs_ending(good: Sequence[bool]) -> list[int]:
+    run, runs = 0, []
+    for is_good in good:
+        run = run + 1 if is_good else 0
+        runs.append(run)
+    return runs

@@ -1,0 +1,461 @@
+"""Reads from the store into landing memory: joined, batched by endpoint, in turn, checked after they landed."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import structlog
+
+from softload import events
+from softload.config import Integrity, LoaderConfig
+from softload.fetches import Fetch, FetchListener, Part, PartState, ReadCall
+from softload.health import Health
+from softload.integrity import check_tail
+from softload.landing import LandingMemory, Segment, SegmentState
+from softload.native_calls import CallGroup, NativeCall, RefusedError
+from softload.outcomes import Action, PageStatus
+from softload.planning import read_batches
+from softload.protocols import Clock, Descriptor
+from softload.sessions import Session, SessionTable
+from softload.store_calls import StoreCalls
+from softload.telemetry import Counters
+
+__all__ = ["Reader", "Turn"]
+
+_log = structlog.get_logger(__name__)
+
+_FIRST_RATE = 500e6
+"""Bytes per second that are expected of an endpoint before the first sample."""
+
+_CALL_SECONDS = 0.002
+
+_NOT_REFUTED = (PageStatus.SHED, PageStatus.CANCELLED, PageStatus.STORE_UNREACHABLE, PageStatus.MALFORMED)
+"""Failures that say nothing about the key."""
+
+
+class Turn:
+    """A load's place among others: batches of a load come one after another, loads take turns."""
+
+    __slots__ = ("tag",)
+
+    def __init__(self) -> None:
+        self.tag = 0.0
+
+
+class Reader:
+    """All reads of one loader.
+
+    Args:
+        calls: the guarded store.
+        landing: where bytes land.
+        sessions: for ranged reads.
+        health: told what endpoints and keys turn out to be.
+        counters: told what was read.
+        spawn: starts a task of the loader's.
+    """
+
+    def __init__(
+        self,
+        calls: StoreCalls,
+        landing: LandingMemory,
+        sessions: SessionTable,
+        health: Health,
+        counters: Counters,
+        config: LoaderConfig,
+        spawn: Callable[[Callable[[], Coroutine[Any, Any, None]]], None],
+        *,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._calls = calls
+        self._landing = landing
+        self._sessions = sessions
+        self._health = health
+        self._counters = counters
+        self._config = config
+        self._spawn = spawn
+        self._clock = clock
+        self._fetches: dict[str, Fetch] = {}
+        self._kept: OrderedDict[str, Fetch] = OrderedDict()
+        self._rates: dict[str, float] = {}
+        self._turn = 0.0
+        self.group = CallGroup("read", width=config.read_lanes, max_stuck=config.stuck_threads)
+        self._removals = CallGroup("remove", width=1, max_stuck=1)
+
+    def __repr__(self) -> str:
+        return f"<Reader {len(self._fetches)} fetches, {len(self._kept)} kept, {self.group!r}>"
+
+    def find(self, key: str) -> Fetch | None:
+        """The fetch of a key that may be joined: its bytes are here, or on their way and not late."""
+        fetch = self._fetches.get(key)
+        if fetch is None or fetch.failed or fetch.timed_out:
+            return None
+        if any(
+            part.call is not None and part.state is PartState.IN_FLIGHT and part.call.overdue for part in fetch.parts
+        ):
+            return None
+        return fetch
+
+    def join(self, fetch: Fetch, listener: FetchListener) -> None:
+        """Want a fetch; `leave` must follow."""
+        if not fetch.listeners:
+            self._kept.pop(fetch.key, None)
+        fetch.listeners.append(listener)
+
+    def add(
+        self,
+        key: str,
+        segment: Segment,
+        descriptor: Descriptor | None,
+        listener: FetchListener,
+        *,
+        size: int,
+        tailed: bool,
+        ranges: Sequence[tuple[range, Sequence[tuple[int, int]]]] = (),
+    ) -> Fetch:
+        """A fetch for an object that is not here: it takes over the segment, and waits for `read`.
+
+        Args:
+            key: the object's key.
+            segment: where it lands.
+            descriptor: where it is, as far as that is known.
+            listener: who wants it.
+            size: bytes of the object.
+            tailed: whether it ends in a tail with digests.
+            ranges: `(layers, byte ranges)` per part, for ranged reads; none for one whole read.
+        """
+        fetch = Fetch(key, segment, descriptor, size=size, tailed=tailed)
+        if ranges:
+            fetch.parts = [Part(fetch, tuple(pairs), layers) for layers, pairs in ranges]
+        fetch.listeners.append(listener)
+        self._fetches[key] = fetch
+        return fetch
+
+    def leave(self, fetch: Fetch, listener: FetchListener, *, timed_out: bool = False, keep: bool = False) -> None:
+        """Stop wanting a fetch.
+
+        Args:
+            fetch: what is not wanted any more.
+            listener: who wanted it.
+            timed_out: because its bytes did not come in time: nobody joins it any more, its endpoint is told.
+            keep: its landed bytes may serve later units for a while.
+        """
+        fetch.listeners.remove(listener)
+        if timed_out and fetch.in_flight:
+            fetch.timed_out = True
+            self._count_time_out(fetch)
+        if not fetch.listeners:
+            self._settle(fetch, keep=keep)
+
+    def read(self, parts: Sequence[Part], turn: Turn) -> None:
+        """Queue reads of parts that are QUEUED, in the order in which they are wanted."""
+        ranged = [part for part in parts if part.layers is not None]
+        whole = [part for part in parts if part.layers is None]
+        if ranged:
+            self._spawn(lambda: self._read_ranged(ranged, turn))
+        self._submit(whole, turn, ranged=False)
+
+    def reclaim(self, nbytes: int) -> None:
+        """Free kept bytes, oldest first, at least `nbytes` of them."""
+        while self._kept and nbytes > 0:
+            _, fetch = self._kept.popitem(last=False)
+            nbytes -= fetch.segment.reserved
+            self._free(fetch)
+
+    def expire(self) -> None:
+        """Free kept bytes whose time is over."""
+        now = self._clock()
+        while self._kept:
+            fetch = next(iter(self._kept.values()))
+            if fetch.keep_until > now:
+                return
+            self._kept.popitem(last=False)
+            self._free(fetch)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Landed bytes that nobody pins."""
+        return sum(fetch.segment.reserved for fetch in self._kept.values())
+
+    def close(self) -> None:
+        """Take no more reads, drop queued ones, free what is kept."""
+        self.group.close()
+        self._removals.close()
+        self.reclaim(self._landing.capacity * 2)
+
+    # -- submitting
+
+    def _submit(self, parts: Sequence[Part], turn: Turn, *, ranged: bool) -> None:
+        batches = read_batches(
+            ((part.fetch.endpoint, part.nbytes, part) for part in parts),
+            max_bytes=self._config.read_batch_bytes,
+            max_objects=self._config.read_batch_objects,
+        )
+        for endpoint, items in batches:
+            call = ReadCall(endpoint, items, ranged=ranged)
+            turn.tag = max(turn.tag, self._turn) + 1.0
+            native = NativeCall(
+                lambda call=call: self._run(call),  # type: ignore[misc]
+                lambda _, call=call: self._returned(call),  # type: ignore[misc]
+                prepare=lambda call=call: self._prepare(call),  # type: ignore[misc]
+                priority=turn.tag,
+            )
+            call.native = native
+            try:
+                self.group.submit(native)
+            except RefusedError:
+                self._fail(items, PageStatus.SHED)
+
+    async def _read_ranged(self, parts: Sequence[Part], turn: Turn) -> None:
+        """Hold sessions for the parts' objects, then read them."""
+        new = {part.fetch.key: part.fetch for part in parts if part.fetch.session is None}
+        answers = await self._sessions.acquire(list(new)) if new else {}
+        for key, fetch in new.items():
+            answer = answers[key]
+            if isinstance(answer, Session):
+                fetch.session = answer
+                if not fetch.listeners:  # everybody left meanwhile
+                    self._release_session(fetch)
+            elif answer is PageStatus.NO_MEMORY_REPLICA and fetch.listeners:
+                # No session without a memory replica, but a whole read may bring it in.
+                fetch.parts = [Part(fetch, ((0, fetch.size),), None)]
+                self._submit(fetch.parts, turn, ranged=False)
+            else:
+                self._fail(fetch.parts, answer)
+        await self._renew_and_submit([part for part in parts if part.fetch.session is not None], turn, force=False)
+
+    async def _renew_and_submit(self, parts: Sequence[Part], turn: Turn, *, force: bool) -> None:
+        held = [part for part in parts if part.fetch.session is not None and part.fetch.listeners]
+        sessions = list({id(part.fetch.session): part.fetch.session for part in held}.values())
+        answers = await self._sessions.renew([session for session in sessions if session is not None], force=force)
+        good = {id(session) for session, answer in zip(sessions, answers, strict=True) if answer is PageStatus.LOADED}
+        self._fail([part for part in held if id(part.fetch.session) not in good], PageStatus.LEASE_EXPIRED)
+        self._submit([part for part in held if id(part.fetch.session) in good], turn, ranged=True)
+
+    def _prepare(self, call: ReadCall) -> bool:
+        """On the loop, right before a thread gets the call: what nobody wants any more is not read."""
+        assert call.native is not None
+        self._turn = max(self._turn, call.native.priority)
+        live = [part for part in call.parts if part.state is PartState.QUEUED and part.fetch.listeners]
+        if live and self._landing.refuses(call.endpoint):
+            self._fail(live, PageStatus.SHED)
+            return False
+        for part in live:
+            part.state = PartState.IN_FLIGHT
+            part.call = call
+            part.fetch.segment.state = SegmentState.IN_FLIGHT
+        call.live = live
+        call.wanted = len(live)
+        nbytes = sum(part.nbytes for part in live)
+        call.expected = _CALL_SECONDS + nbytes / self._rates.get(call.endpoint, _FIRST_RATE)
+        return bool(live)
+
+    # -- on a thread
+
+    def _run(self, call: ReadCall) -> list[tuple[PageStatus, Descriptor | None]]:
+        parts = call.live
+        keys = [part.fetch.key for part in parts]
+        if call.ranged:
+            statuses = self._calls.read_ranges(
+                keys,
+                [[part.fetch.segment.pointer + offset for offset, _ in part.ranges] for part in parts],
+                [[nbytes for _, nbytes in part.ranges] for part in parts],
+                [[offset for offset, _ in part.ranges] for part in parts],
+            )
+        else:
+            statuses = self._calls.read(
+                keys, [part.fetch.segment.pointer for part in parts], [part.fetch.size for part in parts]
+            )
+        descriptors: list[Descriptor | PageStatus | None] = [None] * len(parts)
+        unproven = [
+            index
+            for index, (part, status) in enumerate(zip(parts, statuses, strict=True))
+            if status is PageStatus.LOADED and not self._is_tailed(part)
+        ]
+        if unproven:
+            answers = self._calls.descriptors([keys[index] for index in unproven])
+            for index, answer in zip(unproven, answers, strict=True):
+                descriptors[index] = answer
+        return [
+            self._checked(part, status, answer)
+            for part, status, answer in zip(parts, statuses, descriptors, strict=True)
+        ]
+
+    def _is_tailed(self, part: Part) -> bool:
+        return part.fetch.tailed and self._config.integrity is not Integrity.OFF
+
+    def _checked(
+        self, part: Part, status: PageStatus, now: Descriptor | PageStatus | None
+    ) -> tuple[PageStatus, Descriptor | None]:
+        fetch = part.fetch
+        if status is not PageStatus.LOADED:
+            return status, None
+        if fetch.tailed and not check_tail(fetch.key, fetch.segment.memory[: fetch.size], self._config.integrity):
+            return PageStatus.CORRUPT, None
+        # A dead master cannot have given the memory to others: what its sessions read is good until it is back.
+        if now is None or fetch.descriptor is None or now is PageStatus.STORE_UNREACHABLE:
+            return PageStatus.LOADED, None
+        if now == fetch.descriptor:
+            return PageStatus.LOADED, None
+        return PageStatus.REPLICA_CHANGED, now if isinstance(now, Descriptor) else None
+
+    # -- back on the loop
+
+    def _returned(self, call: ReadCall) -> None:
+        native = call.native
+        assert native is not None
+        answers = native.value or [(PageStatus.MALFORMED, None)] * len(call.live)
+        if native.error is not None:
+            _log.error(events.STORE_RAISED, error=repr(native.error))
+        self._record(call, [status for status, _ in answers])
+        again: list[Part] = []
+        for part, (status, descriptor) in zip(call.live, answers, strict=True):
+            part.call = None
+            part.state = PartState.QUEUED
+            fetch = part.fetch
+            if not fetch.listeners:
+                part.state = PartState.FAILED
+                self._settle(fetch, keep=False)
+            elif status is PageStatus.LOADED:
+                self._land(part)
+            elif self._may_retry(part, status, descriptor):
+                again.append(part)
+            else:
+                if status is PageStatus.CORRUPT:
+                    self._remove_corrupt(fetch)
+                self._fail([part], status)
+        if again:
+            turn = Turn()
+            if call.ranged:
+                self._spawn(lambda: self._renew_and_submit(again, turn, force=True))
+            else:
+                self._submit(again, turn, ranged=False)
+
+    def _land(self, part: Part) -> None:
+        part.state = PartState.LANDED
+        fetch = part.fetch
+        self._counters.bytes_loaded += part.nbytes
+        if fetch.landed:
+            fetch.segment.state = SegmentState.LANDED
+            self._health.negative.discard(fetch.key)
+            self._release_session(fetch)
+        self._notify(fetch)
+
+    def _may_retry(self, part: Part, status: PageStatus, descriptor: Descriptor | None) -> bool:
+        fetch = part.fetch
+        if part.attempts or fetch.timed_out:
+            return False
+        if status is PageStatus.REPLICA_CHANGED:
+            if descriptor is None or descriptor.size != fetch.size:
+                return False
+            fetch.descriptor = descriptor
+            fetch.endpoint = descriptor.endpoint
+        elif status is not PageStatus.CORRUPT and status.action is not Action.RETRY:
+            return False
+        part.attempts = 1
+        self._counters.retries += 1
+        return True
+
+    def _fail(self, parts: Sequence[Part], status: PageStatus) -> None:
+        for fetch in {id(part.fetch): part.fetch for part in parts}.values():
+            for part in fetch.parts:
+                if part.state is PartState.QUEUED:
+                    part.state = PartState.FAILED
+            if fetch.failed:
+                continue
+            fetch.status = status
+            if self._fetches.get(fetch.key) is fetch:
+                del self._fetches[fetch.key]
+            if status not in _NOT_REFUTED:
+                self._health.negative.add(fetch.key, status)
+            self._notify(fetch)
+            if not fetch.listeners:
+                self._settle(fetch, keep=False)
+
+    def _notify(self, fetch: Fetch) -> None:
+        for listener in dict.fromkeys(fetch.listeners):
+            listener.fetch_changed(fetch)
+
+    def _settle(self, fetch: Fetch, *, keep: bool) -> None:
+        """Nobody wants it (any more): decide what becomes of its memory."""
+        if fetch.segment.state is SegmentState.FREE:
+            return
+        if fetch.in_flight:
+            if fetch.segment.state is SegmentState.QUARANTINED:
+                return  # another of its parts has returned
+            self._forget(fetch)
+            self._landing.quarantine(fetch.segment, fetch.endpoint)
+            for part in fetch.parts:
+                if part.state is PartState.IN_FLIGHT and part.call is not None and part.call.native is not None:
+                    part.call.wanted -= 1
+                    if not part.call.wanted:
+                        part.call.native.abandon()
+        elif keep and fetch.landed and self._config.prefetch_ttl > 0 and self._fetches.get(fetch.key) is fetch:
+            fetch.keep_until = self._clock() + self._config.prefetch_ttl
+            self._kept[fetch.key] = fetch
+        else:
+            self._free(fetch)
+
+    def _free(self, fetch: Fetch) -> None:
+        self._forget(fetch)
+        self._release_session(fetch)
+        for part in fetch.parts:  # a queued call skips what has failed
+            if part.state is PartState.QUEUED:
+                part.state = PartState.FAILED
+        self._landing.release(fetch.segment)
+
+    def _forget(self, fetch: Fetch) -> None:
+        if self._fetches.get(fetch.key) is fetch:
+            del self._fetches[fetch.key]
+
+    def _release_session(self, fetch: Fetch) -> None:
+        if fetch.session is not None:
+            session, fetch.session = fetch.session, None
+            self._sessions.release([session])
+
+    def _remove_corrupt(self, fetch: Fetch) -> None:
+        """Two reads agree that the store holds bad bytes: make room for the recomputed page. Never in `page`."""
+        if not fetch.tailed:
+            return
+        self._counters.removed_corrupt += 1
+        _log.warning(events.OBJECT_REMOVED, key=fetch.key)
+        key = fetch.key
+        try:
+            self._removals.submit(NativeCall(lambda: self._calls.remove([key], force=True), lambda _: None))
+        except RefusedError:
+            return
+
+    # -- health
+
+    def _record(self, call: ReadCall, statuses: list[PageStatus]) -> None:
+        assert call.native is not None
+        if PageStatus.STORE_UNREACHABLE in statuses:
+            self._health.record_master(statuses)
+        breaker = self._health.endpoint(call.endpoint)
+        if call.timed_out:
+            return  # counted when its waiters gave up
+        if PageStatus.TRANSFER_FAILED in statuses or PageStatus.MALFORMED in statuses:
+            breaker.record(False)
+        elif PageStatus.LOADED in statuses:
+            breaker.record(True)
+            nbytes = sum(part.nbytes for part in call.live)
+            rate = nbytes / max(call.native.elapsed(), 1e-6)
+            known = self._rates.get(call.endpoint, rate)
+            self._rates[call.endpoint] = known + 0.2 * (rate - known)
+        else:
+            breaker.give_back()
+
+    def _count_time_out(self, fetch: Fetch) -> None:
+        """Once per call, at once, and only for a call that really takes too long: our own queue counts for nothing."""
+        for part in fetch.parts:
+            call = part.call
+            if part.state is PartState.IN_FLIGHT and call is not None and call.overdue:
+                breaker = self._health.endpoint(call.endpoint)
+                if not call.timed_out:
+                    call.timed_out = True
+                    self._counters.timed_out_calls += 1
+                    breaker.record(False)
+                if breaker.is_open:
+                    self._health.negative.add(fetch.key, PageStatus.TIMED_OUT)

@@ -1,0 +1,1 @@
+"""Replay of request traces against a store: scheduler, byte contents, measures and checks."""

@@ -1,0 +1,83 @@
+"""The summary table at the end of a replay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rich.table import Table
+
+from softload.replay.runner import ZEROS
+
+__all__ = ["summary_table"]
+
+
+def summary_table(figures: Mapping[str, Any]) -> Table:
+    """The figures that a reader wants first; all of them are in the JSON."""
+    how = ", ".join(figures[name] for name in ("shape", "layout", "admission"))
+    title = f"replay of {figures['trace']} on {figures['store']}: {how}"
+    table = Table(title=title, show_header=False, title_justify="left")
+    table.add_column(no_wrap=True)
+    table.add_column(justify="left", overflow="fold")
+    for section in (_pages(figures), _times(figures), _zeros(figures)):
+        for name, value in section:
+            table.add_row(name, value)
+        table.add_section()
+    return table
+
+
+def _pages(figures: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    asked, restored, bound = figures["request_pages"], figures["restored_pages"], figures["lru_bound_pages"]
+    yield "requests", f"{figures['requests']:,} in {figures['wall_s']:.1f} s ({figures['requests_per_s']:.1f}/s)"
+    yield "pages asked for", f"{asked:,}"
+    yield (
+        "restored",
+        f"{restored:,} ({_share(restored, asked)} of all, {_share(restored, bound)} of an ideal LRU's {bound:,})",
+    )
+    yield "computed", f"{figures['computed_pages']:,}"
+    promised = figures["lookup_pages"]
+    yield (
+        "missed after lookup",
+        f"{sum(figures['missed_pages'].values()):,} of {promised:,} {_counts(figures['missed_pages'])}",
+    )
+    yield "saved", _counts(figures["saved_pages"]) or "none"
+    if figures["draft"] != "none":
+        yield "draft pages", f"{figures['draft_pages']:,}, dropped {figures['draft_dropped']:,}"
+    if figures["late_failures"]:
+        yield "late failures", f"{figures['late_failures']:,}"
+    if figures["faults"]:
+        yield "faults", ", ".join(figures["faults"])
+        yield (
+            "untouched, promise broken",
+            f"{figures['promised_unrestored']:,} {_counts(figures['promised_unrestored_pages'])}",
+        )
+
+
+def _times(figures: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    yield "loaded", f"{figures['bytes_loaded'] / 1e9:.2f} GB at {figures['load_gbps']:.2f} GB/s while loading"
+    for name, label in (
+        ("first_layer_ms", "first layer"),
+        ("load_ms", "load"),
+        ("stall_ms", "decode stall"),
+        ("loop_lag_ms", "event-loop lag"),
+        ("idle_loop_lag_ms", "lag without a loader"),
+    ):
+        yield label, ", ".join(f"{key.replace('_', '.')} {value:.2f}" for key, value in figures[name].items()) + " ms"
+    yield "memory", f"{figures['rss_mid'] / 1e6:,.0f} MB at half, {figures['rss_end'] / 1e6:,.0f} MB at the end"
+
+
+def _zeros(figures: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    for name in ZEROS:
+        value = figures[name]
+        yield name.replace("_", " "), f"[red]{value:,}[/red]" if value else "0"
+    if figures["exceptions"]:
+        yield "", _counts(figures["exceptions_by_type"])
+    yield "quarantine peak", f"{figures['quarantined_bytes_peak']:,} bytes"
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.1%}" if whole else "none"
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items(), key=lambda item: -item[1]))

@@ -1,0 +1,375 @@
+"""A whole replay: pools, store, faults, loader, scheduler, and the figures at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+import anyio
+import numpy as np
+from numpy.typing import NDArray
+
+from softload.config import DraftPolicy, Integrity, Layout, LoaderConfig
+from softload.geometry import DevicePoolGroup
+from softload.keys import KeySpace
+from softload.loader import PageLoader
+from softload.protocols import PageStore
+from softload.replay.engine_memory import EngineMemory
+from softload.replay.jobs import Job
+from softload.replay.ledger import Ledger
+from softload.replay.lru_bound import LruBound
+from softload.replay.metrics import LagProbe, Metrics, Samples, resident_bytes
+from softload.replay.progress import Progress
+from softload.replay.scheduler import AdmissionMode, Scheduler, SchedulerOptions
+from softload.replay.shapes import DraftKind, build_pools, find_shape
+from softload.replay.synthetic import synthetic_trace
+from softload.replay.trace import TraceRequest, read_trace
+from softload.stores import open_store, parse_size
+from softload.telemetry import Statistics
+from softload.testing.faults import Fault, FaultKind, FaultyStore, parse_fault
+
+__all__ = ["ZEROS", "ReplayOptions", "is_clean", "replay"]
+
+MIB = 1 << 20
+SYNTHETIC_REQUESTS = 600
+_POOL_BYTES = 3 << 30
+_MAX_DECODE_STEPS = 8
+_COMPUTE_THREADS = 2
+_IDLE_SECONDS = 2.0
+_SETTLE_SECONDS = 60.0
+_DEFAULT_STORE_BYTES = {"memory": 1 << 30, "mooncake": 256 * MIB}
+
+ZEROS = (
+    "lost_requests",
+    "leaked_slots",
+    "byte_mismatches",
+    "accepted_bad_pages",
+    "overwritten_pages",
+    "quarantined_bytes",
+    "open_sessions",
+    "exceptions",
+)
+"""Figures that a clean replay ends with at 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayOptions:
+    """Settings of a replay, as the command line takes them; sizes in bytes, times in seconds.
+
+    Args:
+        trace: a trace file; ``None`` for a synthetic one.
+        store: URL of the store.
+        requests: how many of the trace; ``None`` for all of a file, 600 of a synthetic one.
+        shape: name of the model shape.
+        layout: how pages become objects.
+        draft: how the draft is stored.
+        draft_policy: what a lost draft page costs.
+        admission: when slots are taken.
+        speed: how much faster than the trace requests arrive; ``None`` for as fast as they are taken.
+        layer_time: what a layer's computation takes.
+        integrity: how bytes are checked by the loader (the replay checks every byte anyway).
+        deadline: of a transfer unit; ``None`` for the loader's default.
+        landing: landing memory; ``None`` for the loader's default.
+        max_running: requests that hold slots at a time.
+        faults: fault specifications.
+        seed: of the synthetic trace, the faults and the loader's jitter.
+
+    Raises:
+        ValueError: a value that cannot be used, and what was expected.
+    """
+
+    trace: Path | None = None
+    store: str = "memory://"
+    requests: int | None = None
+    shape: str = "mini"
+    layout: Layout = Layout.GROUPED
+    draft: DraftKind = DraftKind.NONE
+    draft_policy: DraftPolicy = DraftPolicy.DROP
+    admission: AdmissionMode = AdmissionMode.PREFETCH
+    speed: float | None = None
+    layer_time: float = 0.0
+    integrity: Integrity = Integrity.SAMPLE
+    deadline: float | None = None
+    landing: int | None = None
+    max_running: int = 16
+    faults: tuple[str, ...] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.requests is not None and self.requests < 1:
+            raise ValueError(f"requests: expected at least 1, got {self.requests}")
+        find_shape(self.shape)
+        self.scheduler()
+        self.loader()
+        self.parsed_faults()
+        open_store(self.store)
+
+    def scheduler(self) -> SchedulerOptions:
+        """The scheduler's part."""
+        return SchedulerOptions(
+            admission=self.admission,
+            speed=self.speed,
+            layer_time=self.layer_time,
+            max_running=self.max_running,
+            max_waiting=self.max_running,
+            deadline=self.deadline,
+        )
+
+    def loader(self) -> LoaderConfig:
+        """The loader's part."""
+        defaults = LoaderConfig()
+        return LoaderConfig(
+            namespace=f"replay-{self.shape}",
+            layout=self.layout,
+            integrity=self.integrity,
+            draft_policy=self.draft_policy,
+            deadline=defaults.deadline if self.deadline is None else self.deadline,
+            landing_bytes=defaults.landing_bytes if self.landing is None else self.landing,
+            seed=self.seed,
+        )
+
+    def parsed_faults(self) -> tuple[Fault, ...]:
+        """The faults.
+
+        Raises:
+            ValueError: a specification that does not parse, or that this release or these options cannot inject.
+        """
+        faults = tuple(parse_fault(spec) for spec in self.faults)
+        for fault, spec in zip(faults, self.faults, strict=True):
+            if fault.kind.is_scheduled:
+                raise ValueError(
+                    f"fault {spec!r}: expected a fault of calls, got one of the cluster: a later release has them"
+                )
+            own_objects = self.draft is DraftKind.SIDECAR or self.layout is Layout.GROUPED
+            if fault.kind is FaultKind.DRAFT_LOSS and (self.draft is DraftKind.NONE or not own_objects):
+                raise ValueError(
+                    f"fault {spec!r}: expected a draft with objects of its own (sidecar, or packed in layout grouped), "
+                    f"got draft {self.draft} in layout {self.layout}"
+                )
+        return faults
+
+    def read_requests(self) -> list[TraceRequest]:
+        """The requests to replay.
+
+        Raises:
+            TraceError: the trace file is malformed.
+            OSError: it cannot be read.
+        """
+        if self.trace is None:
+            return synthetic_trace(self.requests or SYNTHETIC_REQUESTS, self.seed)
+        return read_trace(self.trace, self.requests)
+
+
+async def replay(
+    options: ReplayOptions, requests: Sequence[TraceRequest], progress: Progress | None = None
+) -> dict[str, object]:
+    """Replay `requests` and return the figures, ready for JSON; see `docs/replay.md` for each of them."""
+    shape = find_shape(options.shape)
+    num_pages = max(2, min(shape.pool_pages, _POOL_BYTES // shape.page_bytes))
+    pools = build_pools(shape, num_pages, options.draft)
+    memory = EngineMemory(pools, options.draft, options.seed)
+    capacity = _store_pages(options.store, pools, options.layout)
+    metrics = Metrics()
+    config = options.loader()
+    store: PageStore = open_store(options.store)
+    faulty: FaultyStore | None = None
+    if options.faults:
+        store = faulty = FaultyStore(
+            store, options.parsed_faults(), seed=options.seed, is_draft=_draft_keys(pools, config)
+        )
+    touched = None if faulty is None else _touched_by(faulty, pools, config)
+    ledger = Ledger(metrics, LruBound(capacity), options.draft, touched)
+    jobs = [Job.of(request, shape, num_pages // 2, _MAX_DECODE_STEPS) for request in requests]
+    metrics.cut_pages = sum(
+        len(r.full_blocks) * shape.pages_per_block - len(j.keys) for r, j in zip(requests, jobs, strict=True)
+    )
+
+    with ThreadPoolExecutor(_COMPUTE_THREADS, thread_name_prefix="replay-compute") as executor:
+        idle = await _idle_lag(memory, executor)
+        gc.collect()
+        gc.freeze()  # the trace lives as long as the run: keep the collector from walking it
+        try:
+            async with PageLoader(store, pools, config=config) as loader:
+                scheduler = Scheduler(loader, memory, ledger, executor, options.scheduler())
+                started = time.perf_counter()
+                with LagProbe() as probe:
+                    async with anyio.create_task_group() as tasks:
+                        tasks.start_soon(_watch, metrics, len(requests), progress)
+                        await scheduler.run(requests, jobs)
+                        tasks.cancel_scope.cancel()
+                    wall = time.perf_counter() - started
+                await loader.drain()
+                statistics = await _settled(loader)
+                rss_end = resident_bytes()
+        finally:
+            gc.unfreeze()
+    if progress is not None:
+        progress.update(metrics.done, len(requests))
+    figures = _figures(metrics, ledger.bound, statistics, wall, idle, probe.lag)
+    figures |= {
+        "leaked_slots": memory.allocator.allocated + statistics.held_slots,
+        "rss_end": rss_end,
+        "lru_capacity_pages": capacity,
+        "store": options.store,
+        "layout": str(options.layout),
+        "shape": options.shape,
+        "draft": str(options.draft),
+        "draft_policy": str(options.draft_policy),
+        "admission": str(options.admission),
+        "integrity": str(options.integrity),
+        "speed": "max" if options.speed is None else options.speed,
+        "layer_time_ms": options.layer_time * 1e3,
+        "deadline_s": config.deadline,
+        "landing_bytes": config.landing_bytes,
+        "max_running": options.max_running,
+        "faults": list(options.faults),
+        "seed": options.seed,
+        "trace": "synthetic" if options.trace is None else options.trace.name,
+        "python": platform.python_version(),
+        "cpus": os.cpu_count(),
+    }
+    return figures
+
+
+def is_clean(figures: dict[str, object]) -> bool:
+    """Whether nothing was lost, leaked or mismatched."""
+    return not any(figures[name] for name in ZEROS)
+
+
+def _figures(
+    metrics: Metrics, bound: LruBound, statistics: Statistics, wall: float, idle: Samples, lag: Samples
+) -> dict[str, object]:
+    loading = metrics.loading.seconds
+    return {
+        "requests": metrics.requests,
+        "finished_requests": metrics.finished,
+        "lost_requests": metrics.lost_requests,
+        "request_pages": metrics.request_pages,
+        "cut_pages": metrics.cut_pages,
+        "lookup_pages": metrics.lookup_pages,
+        "lookups_refused": dict(metrics.lookups_refused),
+        "restored_pages": metrics.restored_pages,
+        "computed_pages": metrics.computed_pages,
+        "missed_pages": {str(status): count for status, count in metrics.missed_pages.most_common()},
+        "lru_bound_pages": bound.hit_pages,
+        "draft_pages": metrics.draft_pages,
+        "draft_dropped": metrics.draft_dropped,
+        "late_failures": metrics.late_failures,
+        "byte_mismatches": metrics.byte_mismatches,
+        "accepted_bad_pages": metrics.accepted_bad_pages,
+        "overwritten_pages": metrics.overwritten_pages,
+        "promised_unrestored": metrics.promised_unrestored,
+        "promised_unrestored_pages": dict(metrics.promised_unrestored_pages),
+        "exceptions": sum(metrics.exceptions.values()),
+        "exceptions_by_type": dict(metrics.exceptions),
+        "saved_pages": dict(metrics.saves),
+        "quarantined_bytes": statistics.quarantined_bytes,
+        "quarantined_bytes_peak": statistics.quarantined_bytes_peak,
+        "open_sessions": statistics.open_sessions,
+        "rss_mid": metrics.rss_mid,
+        "bytes_loaded": metrics.bytes_loaded,
+        "bytes_saved": metrics.bytes_saved,
+        "wall_s": round(wall, 3),
+        "requests_per_s": round(metrics.done / wall, 2) if wall else 0.0,
+        "loading_s": round(loading, 3),
+        "load_gbps": round(metrics.bytes_loaded / loading / 1e9, 3) if loading else 0.0,
+        "engine_steps": metrics.steps,
+        "first_layer_ms": metrics.first_layer.milliseconds(50, 99),
+        "load_ms": metrics.load.milliseconds(50, 99),
+        "stall_ms": metrics.stall.milliseconds(50, 99),
+        "loop_lag_ms": lag.milliseconds(50, 99, 99.9),
+        "idle_loop_lag_ms": idle.milliseconds(50, 99, 99.9),
+    }
+
+
+def _store_pages(url: str, pools: DevicePoolGroup, layout: Layout) -> int | None:
+    """Pages that the store has room for, from its URL; ``None`` where it does not tell."""
+    parts = urlsplit(url)
+    query = parse_qs(parts.query)
+    size = query.get("capacity", query.get("segment", [""]))[0]
+    if size:
+        capacity = parse_size(size)
+    elif parts.scheme == "memory" or parts.netloc == "embedded":
+        capacity = _DEFAULT_STORE_BYTES[parts.scheme]
+    else:
+        return None
+    return capacity // sum(spec.size for specs in pools.specs(layout).values() for spec in specs)
+
+
+def _key_space(pools: DevicePoolGroup, config: LoaderConfig) -> KeySpace:
+    return KeySpace.create(config, pools.fingerprint(config.layout), rank_replicated=pools.rank_replicated)
+
+
+def _touched_by(faulty: FaultyStore, pools: DevicePoolGroup, config: LoaderConfig) -> Callable[[Job], bool]:
+    """Whether a fault was injected into any object of a job's promised pages."""
+    keys = _key_space(pools, config)
+    parts = [(spec.pool, spec.part) for specs in pools.specs(config.layout).values() for spec in specs]
+
+    def touched(job: Job) -> bool:
+        return any(
+            keys.object_key(page_key, pool, part) in faulty.touched
+            for page_key in job.keys[: job.promised]
+            for pool, part in parts
+        )
+
+    return touched
+
+
+def _draft_keys(pools: DevicePoolGroup, config: LoaderConfig) -> Callable[[str], bool]:
+    """Whether an object's key is a draft's."""
+    keys = _key_space(pools, config)
+    page = "<page>"
+    suffixes = tuple(
+        keys.object_key(page, spec.pool, spec.part).partition(page)[2]
+        for specs in pools.specs(config.layout).values()
+        for spec in specs
+        if spec.draft
+    )
+    return lambda key: key.endswith(suffixes)
+
+
+async def _idle_lag(memory: EngineMemory, executor: Executor) -> Samples:
+    """The loop's lag under the replay's own load of the processor, without a loader: what the machine alone costs."""
+    until = time.perf_counter() + _IDLE_SECONDS
+    loop = asyncio.get_running_loop()
+    halves = np.array_split(np.arange(memory.num_pages, dtype=np.int64), _COMPUTE_THREADS)
+    with LagProbe() as probe:
+        await asyncio.gather(*(loop.run_in_executor(executor, _compute_until, memory, half, until) for half in halves))
+    return probe.lag
+
+
+def _compute_until(memory: EngineMemory, pages: NDArray[np.int64], until: float) -> None:
+    few = pages[:32]
+    keys = [f"{page:016x}" for page in few]
+    while time.perf_counter() < until:
+        memory.compute(few, keys)
+        memory.verify(few, keys, len(few), len(few))
+    memory.poison(few)
+
+
+async def _watch(metrics: Metrics, total: int, progress: Progress | None) -> None:
+    """Report progress, and take the memory's size at half of the requests."""
+    while True:
+        if not metrics.rss_mid and 2 * metrics.done >= total:
+            metrics.rss_mid = resident_bytes()
+        if progress is not None:
+            progress.update(metrics.done, total)
+        await asyncio.sleep(0.1)
+
+
+async def _settled(loader: PageLoader) -> Statistics:
+    """The loader's figures once calls that outlived their deadline have returned, or after a minute."""
+    until = time.monotonic() + _SETTLE_SECONDS
+    while (statistics := loader.statistics()).quarantined_bytes:
+        if time.monotonic() > until:
+            break
+        await asyncio.sleep(0.05)
+    return statistics

@@ -1,0 +1,304 @@
+"""Saving pages: copied out of the slots first, then written from landing memory, each object in a put session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import anyio
+import numpy as np
+import structlog
+
+from softload import events
+from softload.admission import draft_parts
+from softload.config import Layout
+from softload.context import Context
+from softload.copies import Copy, chunks, copies_out, execute, wait_for
+from softload.geometry.group import ResolvedComponent
+from softload.integrity import write_tail
+from softload.landing import Segment, SegmentState, Share
+from softload.native_calls import NativeCall, RefusedError
+from softload.outcomes import PageSave, PageStatus, SaveOutcome, SaveReport, SaveStatus
+from softload.planning import Column, columns
+from softload.protocols import PutRefusal
+from softload.transfer import TransferUnit
+
+__all__ = ["Saver"]
+
+_log = structlog.get_logger(__name__)
+
+_ENDPOINT = "saves"
+"""What quarantined memory of saves is counted under: only the store knows where a put goes."""
+
+_GRANT_SECONDS = 0.05
+
+_WORST = (
+    SaveStatus.REFUSED,
+    SaveStatus.FAILED,
+    SaveStatus.TIMED_OUT,
+    SaveStatus.STORE_FULL,
+    SaveStatus.SHED,
+    SaveStatus.SUPPRESSED,
+    SaveStatus.SAVED,
+    SaveStatus.PRESENT,
+)
+
+
+@dataclass(slots=True, eq=False)
+class _Object:
+    """One object of one page that is to be saved."""
+
+    column: Column
+    page: int
+    status: SaveStatus | None = None
+    done: anyio.Event | None = None
+
+    @property
+    def key(self) -> str:
+        return self.column.keys[self.page]
+
+    @property
+    def size(self) -> int:
+        return self.column.spec.size
+
+
+class Saver:
+    """All saves of one loader."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._under_way: dict[str, _Object] = {}
+
+    async def save(self, units: Sequence[TransferUnit]) -> SaveReport:
+        """See `PageLoader.save`."""
+        plans = [self._plan(unit) for unit in units]
+        before = self._context.counters.bytes_saved
+        for unit, _, objects in plans:
+            await self._save_unit(unit, [item for item in objects if item.status is None])
+        outcomes = {unit.request_id: _outcome(unit, components, objects) for unit, components, objects in plans}
+        for outcome in outcomes.values():
+            self._context.counters.saves.update(page.status for page in outcome.pages)
+        return SaveReport(outcomes, self._context.counters.bytes_saved - before)
+
+    def _plan(self, unit: TransferUnit) -> tuple[TransferUnit, list[ResolvedComponent], list[_Object]]:
+        context = self._context
+        target = context.pools.resolve(unit.target)
+        draft, draft_columns = draft_parts(context, unit, target)
+        all_columns = [
+            *columns(target, dict(context.pools.specs(context.config.layout)), context.keys, draft=False),
+            *draft_columns,
+        ]
+        components = [*target, *(draft if unit.draft else ())]
+        refused: dict[str, np.ndarray] = {}
+        for component in components:
+            if component.rows is None:
+                raise ValueError(f"request {unit.request_id!r}, pool {component.pool.name}: expected slots, got none")
+            refused[component.pool.name] = ~context.slots.may_save(component.pool, component.rows, component.keys)
+        objects = [
+            _Object(column, page, SaveStatus.REFUSED if refused[column.pool.name][page] else self._shortcut())
+            for column in all_columns
+            for page in range(len(column.keys))
+        ]
+        # Prefix order: if the store is full half-way, what is in it is a prefix.
+        objects.sort(key=lambda item: item.page)
+        return unit, components, objects
+
+    def _shortcut(self) -> SaveStatus | None:
+        context = self._context
+        if context.pools.rank_replicated and context.config.tp_rank:
+            return SaveStatus.SAVED  # rank 0 writes the same bytes under the same key
+        if context.health.master.refuses:
+            return SaveStatus.SUPPRESSED
+        if context.landing.sheds or context.landing.refuses(_ENDPOINT):
+            return SaveStatus.SHED
+        return None
+
+    async def _save_unit(self, unit: TransferUnit, objects: Sequence[_Object]) -> None:
+        if not objects:
+            return
+        context = self._context
+        seconds = context.config.save_deadline if unit.deadline is None else unit.deadline
+        mine, shared = [], []
+        for item in objects:
+            other = self._under_way.get(item.key)
+            if other is None:
+                item.done = anyio.Event()
+                self._under_way[item.key] = item
+                mine.append(item)
+            else:
+                shared.append((item, other))
+        try:
+            with anyio.move_on_after(seconds):
+                if mine and unit.ready is not None:
+                    fence = unit.ready
+                    await context.fences.run(lambda: wait_for(fence))
+                for batch in self._batches(mine):
+                    await self._save_batch(batch)
+                for item, other in shared:
+                    assert other.done is not None
+                    await other.done.wait()
+                    item.status = SaveStatus.PRESENT if other.status is SaveStatus.SAVED else other.status
+        except RefusedError:
+            pass  # what has no status by now is shed
+        finally:
+            for item in mine:
+                if item.status is None:
+                    item.status = SaveStatus.SHED
+                del self._under_way[item.key]
+                assert item.done is not None
+                item.done.set()
+            for item, _ in shared:
+                if item.status is None:
+                    item.status = SaveStatus.SHED
+        skipped = [item for item in objects if item.status in (SaveStatus.SHED, SaveStatus.STORE_FULL)]
+        if skipped:
+            _log.info(events.SAVE_SKIPPED, request_id=unit.request_id, objects=len(skipped), status=skipped[0].status)
+
+    def _batches(self, objects: Sequence[_Object]) -> Iterable[list[_Object]]:
+        config = self._context.config
+        limit = max(1, min(config.read_batch_bytes, self._context.landing.limit(Share.SAVE) // 4))
+        batch: list[_Object] = []
+        total = 0
+        for item in objects:
+            if batch and (total + item.size > limit or len(batch) >= config.read_batch_objects):
+                yield batch
+                batch, total = [], 0
+            batch.append(item)
+            total += item.size
+        if batch:
+            yield batch
+
+    async def _save_batch(self, batch: list[_Object]) -> None:
+        landing = self._context.landing
+        by_column: dict[Column, list[_Object]] = {}
+        for item in batch:
+            by_column.setdefault(item.column, []).append(item)
+        ordered = [item for items in by_column.values() for item in items]
+        sizes = [(items[0].size, len(items)) for items in by_column.values()]
+        segments = None
+        with anyio.move_on_after(_GRANT_SECONDS):
+            segments = await landing.grant(sizes, Share.SAVE)
+        if segments is None:
+            for item in batch:
+                item.status = SaveStatus.SHED
+            return
+        try:
+            await self._stage(by_column, segments)
+        except BaseException:
+            for segment in segments:
+                landing.release(segment)
+            raise
+        await self._write(ordered, segments)
+
+    async def _stage(self, by_column: dict[Column, list[_Object]], segments: Sequence[Segment]) -> None:
+        """STAGING: copy out of the slots; once it is done they are the engine's again."""
+        copies: list[Copy] = []
+        tails: list[tuple[str, Segment]] = []
+        first = 0
+        for column, items in by_column.items():
+            mine = segments[first : first + len(items)]
+            first += len(items)
+            copies += copies_out(column, mine, [item.page for item in items])
+            tails += [(item.key, segment) for item, segment in zip(items, mine, strict=True)]
+        for segment in segments:
+            segment.state = SegmentState.STAGING
+
+        def digest() -> None:
+            if self._context.config.layout is Layout.GROUPED:
+                for key, segment in tails:
+                    write_tail(key, segment.memory)
+
+        with anyio.CancelScope(shield=True):
+            for chunk in chunks(copies, self._context.config.copy_chunk_bytes):
+                await self._context.compute.run(lambda chunk=chunk: execute(chunk))  # type: ignore[misc]
+            await self._context.compute.run(digest)
+
+    async def _write(self, batch: Sequence[_Object], segments: Sequence[Segment]) -> None:
+        context = self._context
+        keys = [item.key for item in batch]
+        returned = anyio.Event()
+
+        def started() -> bool:
+            for segment in segments:
+                segment.state = SegmentState.IN_FLIGHT
+            return True
+
+        def release(call: NativeCall[list[SaveStatus]]) -> None:
+            for segment in segments:
+                context.landing.release(segment)
+            statuses = call.value or [SaveStatus.FAILED] * len(batch)
+            for item, status in zip(batch, statuses, strict=True):
+                item.status = status if item.status is None else item.status
+                if status is SaveStatus.SAVED:
+                    context.health.negative.discard(item.key)
+                    context.counters.bytes_saved += item.size
+            returned.set()
+
+        call = NativeCall(lambda: self._put(keys, segments), release, prepare=started)
+        try:
+            context.writes.submit(call)
+            await returned.wait()
+        finally:
+            if not call.finished:
+                if call.group is None or call.withdraw():
+                    for segment in segments:
+                        context.landing.release(segment)
+                else:
+                    call.abandon()
+                    for item, segment in zip(batch, segments, strict=True):
+                        item.status = SaveStatus.TIMED_OUT
+                        context.landing.quarantine(segment, _ENDPOINT)
+
+    def _put(self, keys: Sequence[str], segments: Sequence[Segment]) -> list[SaveStatus]:
+        """On a thread: start, one range, end. What does not get through is revoked."""
+        calls = self._context.calls
+        statuses = [
+            _PUT_STATUSES.get(answer, SaveStatus.FAILED)
+            for answer in calls.put_start(keys, [segment.nbytes for segment in segments])
+        ]
+        started = [index for index, status in enumerate(statuses) if status is SaveStatus.SAVED]
+        written = calls.put_write(
+            [keys[index] for index in started],
+            [segments[index].pointer for index in started],
+            [segments[index].nbytes for index in started],
+        )
+        good = [index for index, answer in zip(started, written, strict=True) if answer is PageStatus.LOADED]
+        ended = dict(zip(good, calls.put_end([keys[index] for index in good]), strict=True))
+        failed = [index for index in started if ended.get(index) is not PageStatus.LOADED]
+        calls.put_revoke([keys[index] for index in failed])
+        for index in failed:
+            statuses[index] = SaveStatus.FAILED
+        return statuses
+
+
+_PUT_STATUSES: dict[PutRefusal | PageStatus, SaveStatus] = {
+    PageStatus.LOADED: SaveStatus.SAVED,
+    PutRefusal.PRESENT: SaveStatus.PRESENT,
+    PutRefusal.FULL: SaveStatus.STORE_FULL,
+}
+
+
+def _outcome(unit: TransferUnit, components: Sequence[ResolvedComponent], objects: Sequence[_Object]) -> SaveOutcome:
+    worst: dict[tuple[str, int], SaveStatus] = {}
+    drafted: dict[int, bool] = {}
+    for item in objects:
+        assert item.status is not None
+        where = (item.column.pool.name, item.page)
+        if item.column.spec.draft:
+            drafted[item.page] = drafted.get(item.page, True) and item.status is SaveStatus.SAVED
+            if not item.column.pool.name.is_draft:
+                continue  # a packed draft's loss is not its target's
+        known = worst.get(where, item.status)
+        worst[where] = min(known, item.status, key=_WORST.index)
+    pages = tuple(
+        PageSave(page, worst[component.pool.name, page], component.pool.name)
+        for component in components
+        for page in range(len(component.keys))
+    )
+    lost = {
+        page.page
+        for page in pages
+        if not page.component.is_draft and page.status not in (SaveStatus.SAVED, SaveStatus.PRESENT)
+    }
+    saved = {page.page for page in pages if page.status is SaveStatus.SAVED and not page.component.is_draft} - lost
+    return SaveOutcome(unit.request_id, pages, len(saved), sum(drafted.values()))

@@ -1,0 +1,276 @@
+"""Counted sessions for ranged reads.
+
+The store keeps one session per key and process, without a count: whoever ends it ends it for all. So loads share them
+here. Per key, a start and an end never overlap; an end never waits behind another key's start; a start that takes long
+makes the master suspect, and then live sessions are not started again, because a failed start erases them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import anyio
+
+from softload.health import Health
+from softload.native_calls import CallGroup, NativeCall, RefusedError
+from softload.outcomes import PageStatus
+from softload.protocols import Clock
+from softload.store_calls import StoreCalls
+
+__all__ = ["Session", "SessionState", "SessionStatistics", "SessionTable"]
+
+_MAX_STARTS = 2
+_SLOW_START = 0.1
+
+
+class SessionState(StrEnum):
+    """Where a session is in its life."""
+
+    STARTING = "starting"
+    OPEN = "open"
+    ENDING = "ending"
+    GONE = "gone"
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One key's session in the store, shared by its holders."""
+
+    key: str
+    holders: int
+    epoch: int
+    state: SessionState = SessionState.STARTING
+    started_at: float = 0.0
+    changed: anyio.Event = field(default_factory=anyio.Event)
+
+    def become(self, state: SessionState) -> None:
+        """Change state and wake who waits for it."""
+        self.state = state
+        self.changed.set()
+        self.changed = anyio.Event()
+
+
+@dataclass(frozen=True, slots=True)
+class SessionStatistics:
+    """Sessions open now (starting and ending ones too), and all that were opened, started again, and ended."""
+
+    open: int
+    opened: int
+    restarted: int
+    ended: int
+
+
+class SessionTable:
+    """The sessions of one loader.
+
+    Args:
+        calls: the guarded store.
+        health: told what the master answers; while its breaker is open nothing is started again.
+        ttl: seconds that a session's lease lasts.
+        max_stuck: threads that may be stuck in starts, and in ends.
+    """
+
+    def __init__(
+        self, calls: StoreCalls, health: Health, *, ttl: float, max_stuck: int, clock: Clock = time.monotonic
+    ) -> None:
+        self._calls = calls
+        self._health = health
+        self._ttl = ttl
+        self._clock = clock
+        self._sessions: dict[str, Session] = {}
+        # Apart, so that an end never waits behind another key's start that hangs on the master.
+        self._starts = CallGroup("session-start", width=_MAX_STARTS, max_stuck=max_stuck)
+        self._ends = CallGroup("session-end", width=1, max_stuck=max_stuck)
+        self._unheld: list[Session] = []
+        self._none_open = anyio.Event()
+        self._epoch = 0
+        self._out: set[NativeCall[list[PageStatus]]] = set()
+        self._opened = self._restarted = self._ended = 0
+
+    def __repr__(self) -> str:
+        return f"<SessionTable {len(self._sessions)} sessions>"
+
+    @property
+    def master_suspect(self) -> bool:
+        """Whether a start has been out for longer than it should, or the master does not answer."""
+        return self._health.master.is_open or any(
+            call.elapsed() > _SLOW_START for call in self._out if not call.finished
+        )
+
+    def void(self) -> None:
+        """The master was out of reach: what its sessions point to may hold other objects now."""
+        self._epoch += 1
+
+    async def acquire(self, keys: Sequence[str]) -> Mapping[str, Session | PageStatus]:
+        """Hold a session for each key, once each: the session, or why there is none."""
+        answers: dict[str, Session | PageStatus] = {}
+        pending = list(dict.fromkeys(keys))
+        try:
+            while pending:
+                new = [key for key in pending if key not in self._sessions]
+                if new:
+                    answers.update(await self._start([Session(key, 1, self._epoch) for key in new]))
+                    pending = [key for key in pending if key not in answers]
+                    continue
+                busy = None
+                for key in pending:
+                    session = self._sessions[key]
+                    if session.state is SessionState.OPEN and session.epoch == self._epoch:
+                        session.holders += 1
+                        answers[key] = session
+                    elif session.state is SessionState.OPEN:
+                        answers[key] = PageStatus.REPLICA_CHANGED  # from before an outage; its holders will end it
+                    else:
+                        busy = session
+                pending = [key for key in pending if key not in answers]
+                if busy is not None:
+                    await busy.changed.wait()
+        except BaseException:
+            self.release(session for session in answers.values() if isinstance(session, Session))
+            raise
+        return answers
+
+    def release(self, sessions: Iterable[Session]) -> None:
+        """Let go of sessions; the end of each that nobody holds any more is on its way when this returns."""
+        for session in sessions:
+            session.holders -= 1
+            if not session.holders and session.state is SessionState.OPEN:
+                if not self._unheld:  # one call for all that are let go of in this step of the loop
+                    asyncio.get_running_loop().call_soon(self._end_unheld)
+                self._unheld.append(session)
+
+    async def renew(self, sessions: Sequence[Session], *, force: bool = False) -> list[PageStatus]:
+        """Make held sessions fit for a read: start again those whose lease runs out soon, or all of them with `force`.
+
+        Returns:
+            per session `LOADED`, or why it must not be read: one from before an outage answers `REPLICA_CHANGED`.
+        """
+        oldest = self._clock() - self._ttl * 2 / 3
+        again = [
+            session
+            for session in sessions
+            if session.state is SessionState.OPEN
+            and session.epoch == self._epoch
+            and (force or session.started_at < oldest)
+        ]
+        # A failed start erases the live session, so nothing is risked while the master does not answer.
+        if again and not self.master_suspect:
+            self._restarted += len(again)
+            await self._start(again)
+        for session in sessions:
+            if session.state is SessionState.STARTING:
+                await session.changed.wait()
+        return [
+            PageStatus.REPLICA_CHANGED
+            if session.epoch != self._epoch
+            else PageStatus.LOADED
+            if session.state is SessionState.OPEN
+            else PageStatus.LEASE_EXPIRED
+            for session in sessions
+        ]
+
+    async def wait_none_open(self) -> None:
+        """Wait until every session has been ended."""
+        while self._sessions:
+            self._none_open = anyio.Event()
+            await self._none_open.wait()
+
+    def close(self) -> None:
+        """No more starts and ends; the store forgets what is left when it closes."""
+        self._starts.close()
+        self._ends.close()
+
+    def statistics(self) -> SessionStatistics:
+        """What is open now."""
+        return SessionStatistics(len(self._sessions), self._opened, self._restarted, self._ended)
+
+    def groups(self) -> tuple[CallGroup, CallGroup]:
+        """The threads that start and end sessions."""
+        return self._starts, self._ends
+
+    async def _start(self, sessions: list[Session]) -> dict[str, Session | PageStatus]:
+        keys = [session.key for session in sessions]
+        fresh = [session for session in sessions if session.state is SessionState.STARTING]
+        answers: dict[str, Session | PageStatus] = {}
+        done = anyio.Event()
+
+        def returned(call: NativeCall[list[PageStatus]]) -> None:
+            self._out.discard(call)
+            statuses = call.value or [PageStatus.MALFORMED] * len(sessions)
+            self._health.record_master(statuses)
+            for session, status in zip(sessions, statuses, strict=True):
+                answers[session.key] = self._started(session, status, new=session in fresh)
+            self._end([session for session in sessions if not session.holders and session.state is SessionState.OPEN])
+            done.set()
+
+        call = NativeCall(lambda: self._calls.session_start(keys), returned)
+        for session in sessions:
+            self._sessions[session.key] = session
+            session.state = SessionState.STARTING
+        try:
+            self._starts.submit(call)
+        except RefusedError:
+            for session in sessions:
+                self._drop(session, opened=session not in fresh)
+            return dict.fromkeys(keys, PageStatus.SHED)
+        self._out.add(call)
+        try:
+            await done.wait()
+        finally:
+            if not call.finished:
+                for session in fresh:
+                    session.holders -= 1
+                if call.withdraw():
+                    self._out.discard(call)
+                    for session in sessions:
+                        if session in fresh:
+                            self._drop(session, opened=False)
+                        else:
+                            session.become(SessionState.OPEN)
+                else:
+                    call.abandon()
+        return answers
+
+    def _started(self, session: Session, status: PageStatus, *, new: bool) -> Session | PageStatus:
+        if status is not PageStatus.LOADED:
+            self._drop(session, opened=not new)
+            return status
+        if new:
+            self._opened += 1
+        session.started_at = self._clock()
+        session.become(SessionState.OPEN)
+        return session
+
+    def _drop(self, session: Session, *, opened: bool) -> None:
+        if opened:
+            self._ended += 1
+        if self._sessions.get(session.key) is session:
+            del self._sessions[session.key]
+        session.become(SessionState.GONE)
+        if not self._sessions:
+            self._none_open.set()
+
+    def _end_unheld(self) -> None:
+        unheld, self._unheld = self._unheld, []
+        self._end([session for session in unheld if not session.holders and session.state is SessionState.OPEN])
+
+    def _end(self, sessions: Sequence[Session]) -> None:
+        if not sessions:
+            return
+        for session in sessions:
+            session.become(SessionState.ENDING)
+
+        def returned(_: NativeCall[None]) -> None:
+            for session in sessions:
+                self._drop(session, opened=True)
+
+        keys = [session.key for session in sessions]
+        try:
+            self._ends.submit(NativeCall(lambda: self._calls.session_end(keys), returned))
+        except RefusedError:
+            for session in sessions:
+                self._drop(session, opened=True)

@@ -1,0 +1,108 @@
+"""Who may write which slots.
+
+| slot state | entered | left by |
+| --- | --- | --- |
+| IDLE | never named, or computed by the engine | a unit names it: RESERVED |
+| RESERVED | the unit names it | first copy: FILLING; a miss: RELEASED, unwritten |
+| FILLING | first chunk copied | last layer: COMMITTED; failure, deadline, cancel: RELEASED after the running chunk |
+| ZEROING | a draft slot without its bytes | zeros complete: RELEASED |
+| COMMITTED | last layer copied | the engine owns it |
+| RELEASED | | the engine may reuse it: nothing of ours will write it again |
+
+A slot is named by its pool and page row. A RELEASED one may not be saved under the key that it failed to hold until
+the engine says that it computed it: by the key, not by the number, since the engine gives numbers to others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from softload.geometry.device_pool import DevicePool
+from softload.transfer import PoolName
+
+__all__ = ["SlotState", "SlotTable"]
+
+Rows = npt.NDArray[np.int64]
+
+
+class SlotState(IntEnum):
+    """Where a page's slots are in their life; see the module's table."""
+
+    IDLE = 0
+    RESERVED = 1
+    FILLING = 2
+    ZEROING = 3
+    COMMITTED = 4
+    RELEASED = 5
+
+
+_ACTIVE = (SlotState.RESERVED, SlotState.FILLING, SlotState.ZEROING)
+
+
+class SlotTable:
+    """The states of all slots of one loader's pools, by page row."""
+
+    def __init__(self) -> None:
+        self._states: dict[PoolName, npt.NDArray[np.uint8]] = {}
+        self._keys: dict[PoolName, npt.NDArray[np.int64]] = {}
+
+    def reserve(self, wanted: Sequence[tuple[DevicePool, Rows, Sequence[str]]], request_id: str) -> None:
+        """RESERVED: `(pool, rows, page keys)` of one unit, all or nothing.
+
+        Raises:
+            ValueError: rows named twice, or held by another unit.
+        """
+        for pool, rows, _ in wanted:
+            unique, counts = np.unique(rows, return_counts=True)
+            if len(unique) != len(rows):
+                raise ValueError(
+                    f"request {request_id!r}, pool {pool.name}: expected each page of slots once, "
+                    f"got page row {int(unique[counts > 1][0])} twice"
+                )
+            states = self._of(pool)[0][rows]
+            held = np.isin(states, _ACTIVE)
+            if held.any():
+                raise ValueError(
+                    f"request {request_id!r}, pool {pool.name}: expected slots that no unit holds, got page row "
+                    f"{int(rows[held][0])}, which is {SlotState(int(states[held][0])).name}"
+                )
+        for pool, rows, page_keys in wanted:
+            states, keys = self._of(pool)
+            states[rows] = SlotState.RESERVED
+            keys[rows] = [hash(key) for key in page_keys]
+
+    def move(self, pool: DevicePool, rows: Rows, state: SlotState) -> None:
+        """Put a unit's own slots into `state`."""
+        self._of(pool)[0][rows] = state
+
+    def state(self, pool: DevicePool, row: int) -> SlotState:
+        """The state of one page row."""
+        return SlotState(int(self._of(pool)[0][row]))
+
+    def computed(self, pool: DevicePool, rows: Rows) -> None:
+        """The engine has computed these slots itself."""
+        states = self._of(pool)[0]
+        mine = rows[states[rows] == SlotState.RELEASED]
+        states[mine] = SlotState.IDLE
+
+    def may_save(self, pool: DevicePool, rows: Rows, page_keys: Sequence[str]) -> npt.NDArray[np.bool_]:
+        """Per page, whether its slots may be stored under its key: not while a unit fills them, not after it failed."""
+        states, keys = self._of(pool)
+        mine = states[rows]
+        failed = (mine == SlotState.RELEASED) & (keys[rows] == np.array([hash(key) for key in page_keys], np.int64))
+        allowed: npt.NDArray[np.bool_] = ~(np.isin(mine, _ACTIVE) | failed)
+        return allowed
+
+    def count(self, *states: SlotState) -> int:
+        """Page rows that are in one of `states`."""
+        return sum(int(np.isin(table, states).sum()) for table in self._states.values())
+
+    def _of(self, pool: DevicePool) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+        if pool.name not in self._states:
+            self._states[pool.name] = np.zeros(pool.num_pages, np.uint8)
+            self._keys[pool.name] = np.zeros(pool.num_pages, np.int64)
+        return self._states[pool.name], self._keys[pool.name]

@@ -1,0 +1,20 @@
+"""Page stores: `open_store` by URL, one in memory, Mooncake's, and a wrapper to build others on."""
+
+from softload.stores.cluster import MooncakeCluster
+from softload.stores.embedded import EmbeddedMooncakeStore
+from softload.stores.memory import MemoryStatistics, MemoryStore
+from softload.stores.mooncake import MooncakeStore
+from softload.stores.urls import open_store, parse_duration, parse_size
+from softload.stores.wrapper import WrapperStore
+
+__all__ = [
+    "EmbeddedMooncakeStore",
+    "MemoryStatistics",
+    "MemoryStore",
+    "MooncakeCluster",
+    "MooncakeStore",
+    "WrapperStore",
+    "open_store",
+    "parse_duration",
+    "parse_size",
+]

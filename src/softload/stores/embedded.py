@@ -1,0 +1,97 @@
+"""A Mooncake store with a cluster of its own."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from softload.stores.checks import check_fraction, check_positive
+from softload.stores.cluster import MooncakeCluster
+from softload.stores.mooncake import MooncakeStore
+
+__all__ = ["EmbeddedMooncakeStore"]
+
+
+class EmbeddedMooncakeStore(MooncakeStore):
+    """A `PageStore` over a real Mooncake whose master, and owners where asked for, are children of this process.
+
+    Everything is on loopback and over TCP; `cluster` has the handles of the children. They end with `close`, and with
+    this process however it ends.
+
+    Args:
+        segment: bytes of the store's memory in all.
+        lease: seconds that a lease lasts.
+        owners: processes that own that memory; 0 for this process.
+        high_watermark: the fraction of memory above which the master evicts; None for Mooncake's default.
+        eviction_ratio: the fraction of objects that one pass evicts; None for Mooncake's default.
+        client_ttl: seconds, whole ones, after which the master forgets a silent client; None for Mooncake's default.
+        local_buffer: bytes of the client's own buffer.
+
+    Raises:
+        ValueError: a setting out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        segment: int = 256 << 20,
+        lease: float = 5.0,
+        owners: int = 0,
+        high_watermark: float | None = None,
+        eviction_ratio: float | None = None,
+        client_ttl: float | None = None,
+        local_buffer: int = 16 << 20,
+    ) -> None:
+        check_positive("segment", segment)
+        if owners < 0:
+            raise ValueError(f"owners: expected 0 or more, got {owners}")
+        if high_watermark is not None:
+            check_fraction("high_watermark", high_watermark)
+        if eviction_ratio is not None:
+            check_fraction("eviction_ratio", eviction_ratio)
+        if client_ttl is not None:
+            check_positive("client_ttl", client_ttl)
+        self.cluster = MooncakeCluster(
+            segment=segment,
+            lease=lease,
+            owners=owners,
+            high_watermark=high_watermark,
+            eviction_ratio=eviction_ratio,
+            client_ttl=client_ttl,
+        )
+        super().__init__(
+            master="127.0.0.1:0",
+            hostname="127.0.0.1",
+            segment=0 if owners else segment,
+            local_buffer=local_buffer,
+            lease=lease,
+        )
+
+    def open(self) -> None:
+        """Start the cluster and connect to it.
+
+        Raises:
+            StoreSetupError: the wheel or a system library is missing, or a child did not come up.
+        """
+        if self._native is None and not self._closing.is_set():
+            self._prepare()
+            self.cluster.start()
+            self._master = self.cluster.address
+        with ExitStack() as undo:
+            undo.callback(self.cluster.close)
+            super().open()
+            undo.pop_all()
+
+    def close(self) -> None:
+        """Disconnect and end the children. A call that hangs on a frozen owner returns when the owner is killed."""
+        self._start_closing()
+        if not self._gate.wait_idle(0.3):
+            self.cluster.kill_owners()
+        self._await_closed(1.5)
+        self.cluster.close()
+
+    def _leave(self) -> None:
+        # Nobody misses this client: the cluster ends with the process. A close under way is left to itself.
+        self._gate.shut()
+
+    def _await_left(self, timeout: float) -> bool:
+        return self._gate.wait_idle(timeout) and not self._closing.is_set()

@@ -1,0 +1,392 @@
+"""Mooncake Store as a `PageStore`. The only module that imports mooncake."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import structlog
+
+from softload.errors import LoaderClosedError, StoreSetupError
+from softload.events import STORE_RAISED
+from softload.outcomes import PageStatus
+from softload.protocols import Answer, Descriptor, PutAnswer, PutRefusal
+from softload.stores.checks import check_lengths, check_positive
+from softload.stores.cluster import INSTALL_HINT
+from softload.stores.gate import CallGate
+from softload.stores.native_codes import INVALID_PARAMS, NATIVE_CODES, descriptor, expect, translate
+from softload.stores.native_log import native_library, restore_log_level
+from softload.stores.probe import probe_master
+from softload.stores.process_exit import survive_calls_at_exit
+from softload.stores.reservations import Reservations
+
+__all__ = ["NATIVE_CODES", "MooncakeStore"]
+
+_CLOSE_DEADLINE: Final = 2.0
+_EXIT_DEADLINE: Final = 0.5
+_ENVIRONMENT: Final = {
+    # The default of 256 makes large calls to a busy peer fail with -800.
+    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
+    # A line for every missing key otherwise.
+    "MC_LOG_LEVEL": "ERROR",
+    "GLOG_minloglevel": "3",
+}
+
+_log = structlog.get_logger("softload.stores.mooncake")
+_open_stores: weakref.WeakSet[MooncakeStore] = weakref.WeakSet()
+
+
+class MooncakeStore:
+    """A client of a Mooncake master.
+
+    `open` sets variables of this process's environment where they are not set, for the native library reads them once:
+    `MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER=65535`, `MC_LOG_LEVEL=ERROR` and `GLOG_minloglevel=3` (quiet).
+
+    Args:
+        master: `host:port` of the master.
+        protocol: `tcp` or `rdma`.
+        device: RDMA devices, comma-separated; empty for Mooncake's own choice.
+        metadata: address of the metadata server, or `P2PHANDSHAKE` for none.
+        segment: bytes of memory that this process gives to the store.
+        local_buffer: bytes of the client's own buffer.
+        tenant: tenant of a master with tenants; empty for the default one.
+        lease: seconds that the master's leases last; Mooncake does not tell, so a value that is too long is a mistake.
+        hostname: the address that peers reach this process by; None for the one that leads to the master.
+
+    Raises:
+        ValueError: a setting out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        master: str,
+        protocol: str = "tcp",
+        device: str = "",
+        metadata: str = "P2PHANDSHAKE",
+        segment: int = 0,
+        local_buffer: int = 16 << 20,
+        tenant: str = "",
+        lease: float = 5.0,
+        hostname: str | None = None,
+    ) -> None:
+        if segment < 0:
+            raise ValueError(f"segment: expected 0 or more bytes, got {segment}")
+        self._master = master
+        self._protocol = protocol
+        self._device = device
+        self._metadata = metadata
+        self._segment = segment
+        self._local_buffer = check_positive("local_buffer", local_buffer)
+        self._tenant = tenant
+        self._lease_ttl = check_positive("lease", lease)
+        self._hostname = hostname
+        self._gate = CallGate()
+        self._native: Any = None
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._closed = threading.Event()
+        self._reservations = Reservations()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closing.is_set() else "new" if self._native is None else "open"
+        return f"<{type(self).__name__} {state} | master {self._master} | {self._gate.calls_out} calls out>"
+
+    @property
+    def lease_ttl(self) -> float:
+        """Seconds that a lease lasts."""
+        return self._lease_ttl
+
+    @property
+    def calls_out(self) -> int:
+        """Native calls that have not returned; also after `close`."""
+        return self._gate.calls_out
+
+    def open(self) -> None:
+        """Connect to the master; again is no change. Takes about 0.1 s, of which the native part holds the GIL.
+
+        Raises:
+            StoreSetupError: the library is missing, or the master does not answer.
+            LoaderClosedError: after `close`.
+        """
+        with self._lock:
+            if self._closing.is_set():
+                raise LoaderClosedError("this store was closed; open a new one")
+            if self._native is not None:
+                return
+            client_type = self._prepare()
+            local_address = probe_master(self._master)
+            native = client_type()
+            extra = {"tenant_id": self._tenant} if self._tenant else {}
+            code = native.setup(
+                self._hostname or local_address,
+                self._metadata,
+                self._segment,
+                self._local_buffer,
+                self._protocol,
+                self._device,
+                self._master,
+                **extra,
+            )
+            if code != 0:
+                raise StoreSetupError(
+                    f"expected Mooncake's setup at master {self._master} to answer 0, got {code}: protocol "
+                    f"{self._protocol!r}, device {self._device!r}, metadata {self._metadata!r}, segment {self._segment}"
+                )
+            restore_log_level(native_library())
+            self._native = native
+            # Now, because none can be started once the interpreter is ending.
+            threading.Thread(target=self._close_when_idle, name="softload-mooncake-close", daemon=True).start()
+            self._gate.admit()
+        _open_stores.add(self)
+
+    def close(self) -> None:
+        """Disconnect: new calls answer `STORE_UNREACHABLE` from now on. Waits at most 2 s.
+
+        The native close follows when the last call has returned, for it crashes the process under a call; where one
+        hangs that may be never, and memory given to it must live on.
+        """
+        self._start_closing()
+        self._await_closed(_CLOSE_DEADLINE)
+
+    def register(self, pointer: int, nbytes: int) -> bool:
+        """Register memory with the transport."""
+        return bool(self._call(lambda native: native.register_buffer(pointer, nbytes)) == 0)
+
+    def unregister(self, pointer: int) -> None:
+        """Take a registration back."""
+        self._call(lambda native: native.unregister_buffer(pointer))
+
+    def exists(self, keys: Sequence[str]) -> Sequence[bool | PageStatus]:
+        """Ask the master; leases what is there."""
+        answers = self._per_key(keys, lambda native: native.batch_is_exist(list(keys)))
+        return [
+            answer if isinstance(answer, PageStatus) else bool(answer) if answer in (0, 1) else PageStatus.MALFORMED
+            for answer in answers
+        ]
+
+    def descriptors(self, keys: Sequence[str]) -> Sequence[Descriptor | PageStatus]:
+        """Ask the master for replicas; leases what is there. An object that is being written answers `NOT_FOUND`.
+
+        A master that is out of reach answers as if nothing were there, so an answer without any key is followed by one
+        question that tells the difference.
+        """
+        if not keys:
+            return []
+        replicas = self._call(lambda native: native.batch_get_replica_desc(list(keys)))
+        if isinstance(replicas, PageStatus):
+            return [replicas] * len(keys)
+        if not isinstance(replicas, dict):
+            return [PageStatus.MALFORMED] * len(keys)
+        absent = PageStatus.NOT_FOUND
+        if not replicas:
+            answer = self.exists(keys[:1])[0]
+            if isinstance(answer, PageStatus):
+                absent = answer
+        return [descriptor(replicas[key]) if key in replicas else absent for key in keys]
+
+    def read(self, keys: Sequence[str], pointers: Sequence[int], sizes: Sequence[int]) -> Sequence[Answer]:
+        """Read whole objects; asks the master and takes its own lease."""
+        check_lengths(keys=keys, pointers=pointers, sizes=sizes)
+        if len(set(keys)) < len(keys):
+            return self._read_in_turns(keys, pointers, sizes)
+        answers = self._per_key(
+            keys,
+            lambda native: native.batch_get_into(list(keys), list(pointers), list(sizes)),
+            invalid=PageStatus.WRONG_SIZE,
+        )
+        # A buffer that is too large is filled in part: the count is the object's size then.
+        return [
+            PageStatus.WRONG_SIZE if isinstance(answer, int) and 0 < answer < size else expect(answer, size)
+            for answer, size in zip(answers, sizes, strict=True)
+        ]
+
+    def session_start(self, keys: Sequence[str]) -> Sequence[Answer]:
+        """Ask the master; a start that fails forgets the key's live session."""
+        answers = self._per_key(keys, lambda native: native.batch_get_session_start(list(keys)))
+        return [expect(answer, 0) for answer in answers]
+
+    def session_end(self, keys: Sequence[str]) -> None:
+        """Forget sessions; the master is not asked."""
+        if keys:
+            self._call(lambda native: native.batch_get_session_end(list(keys)))
+
+    def read_ranges(
+        self,
+        keys: Sequence[str],
+        pointers: Sequence[Sequence[int]],
+        sizes: Sequence[Sequence[int]],
+        offsets: Sequence[Sequence[int]],
+    ) -> Sequence[Answer]:
+        """Read from the remembered replicas; the master is not asked.
+
+        `LEASE_EXPIRED` for a session past its lease, which ends it, for no session, and for a range past the object's
+        end (that one keeps the session): Mooncake does not tell the last two apart.
+        """
+        check_lengths(keys=keys, pointers=pointers, sizes=sizes, offsets=offsets)
+        wanted = [list(each) for each in sizes]
+        answers = self._per_key(
+            keys,
+            lambda native: native.batch_get_into_multi_buffer_ranges(
+                list(keys), [list(each) for each in pointers], wanted, [list(each) for each in offsets]
+            ),
+            invalid=PageStatus.LEASE_EXPIRED,
+        )
+        return [expect(answer, sum(each)) for answer, each in zip(answers, wanted, strict=True)]
+
+    def put_start(self, keys: Sequence[str], sizes: Sequence[int]) -> Sequence[PutAnswer]:
+        """Reserve objects, one replica each; a size below one byte answers `MALFORMED`."""
+        check_lengths(keys=keys, sizes=sizes)
+        self._revoke(self._reservations.stale(keys))
+        pending = self._reservations.reserve(keys, sizes)
+        wanted = [sizes[index] for index in pending.asked]
+        answers = self._per_key(pending.keys, lambda native: native.batch_put_session_start(pending.keys, wanted))
+        for index, answer in zip(pending.asked, answers, strict=True):
+            pending.answers[index] = answer if isinstance(answer, PutRefusal) else expect(answer, 0)
+        self._reservations.refused(keys[index] for index in pending.asked if pending.answers[index] != 0)
+        return pending.answers
+
+    def put_write(self, keys: Sequence[str], pointers: Sequence[int], sizes: Sequence[int]) -> Sequence[Answer]:
+        """Write reserved objects; `NOT_FOUND` without a reservation, `WRONG_SIZE` for another size than reserved."""
+        check_lengths(keys=keys, pointers=pointers, sizes=sizes)
+        pending = self._reservations.write(keys, sizes)
+        sources = [[pointers[index]] for index in pending.asked]
+        wanted = [[sizes[index]] for index in pending.asked]
+        answers = self._per_key(
+            pending.keys,
+            lambda native: native.batch_put_from_multi_buffer_ranges(
+                pending.keys, sources, wanted, [[0]] * len(sources)
+            ),
+            invalid=PageStatus.WRONG_SIZE,
+        )
+        for index, answer in zip(pending.asked, answers, strict=True):
+            pending.answers[index] = expect(answer, sizes[index])
+        self._reservations.written(keys[index] for index in pending.asked if pending.answers[index] == sizes[index])
+        return pending.answers
+
+    def put_end(self, keys: Sequence[str]) -> Sequence[Answer]:
+        """Make objects visible; `NOT_FOUND` without a reservation, `NOT_READY` for one that was not written whole.
+
+        The native call would make an unwritten object visible, so it is asked only for written ones.
+        """
+        pending = self._reservations.finish(keys)
+        answers = self._per_key(pending.keys, lambda native: native.batch_put_session_end(pending.keys))
+        for index, answer in zip(pending.asked, answers, strict=True):
+            pending.answers[index] = expect(answer, 0)
+        self._reservations.settle(keys[index] for index in pending.asked if pending.answers[index] == 0)
+        return pending.answers
+
+    def put_revoke(self, keys: Sequence[str]) -> None:
+        """Give reservations back; one that the master could not take back is tried again before its key's next put."""
+        self._revoke(self._reservations.give_up(keys))
+
+    def remove(self, keys: Sequence[str], *, force: bool = False) -> Sequence[Answer]:
+        """Remove objects at the master; `NOT_READY` where leased (unless forced) or being written."""
+        answers = self._per_key(keys, lambda native: native.batch_remove(list(keys), force))
+        return [expect(answer, 0) for answer in answers]
+
+    def _prepare(self) -> Any:
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        try:
+            from mooncake.store import MooncakeDistributedStore
+        except ModuleNotFoundError as error:
+            raise StoreSetupError(f"expected the package 'mooncake', found none ({error}); {INSTALL_HINT}") from error
+        except ImportError as error:
+            raise StoreSetupError(
+                f"Mooncake is installed but a shared library it needs is not: {error}. On Debian and Ubuntu: "
+                "apt-get install libibverbs1 librdmacm1 libnuma1 liburing2 libcurl4; libcuda and libcudart are needed "
+                "by the CUDA wheels only, without an accelerator use mooncake-transfer-engine-non-cuda"
+            ) from error
+        return MooncakeDistributedStore
+
+    def _call(self, function: Callable[[Any], Any]) -> Any:
+        """One native call: what it answered, or the status of a store that is not open or that raised."""
+        with self._gate.call() as allowed:
+            if not allowed:
+                return PageStatus.STORE_UNREACHABLE
+            try:
+                return function(self._native)
+            except Exception as error:
+                _log.warning(STORE_RAISED, error=repr(error))
+                return PageStatus.MALFORMED
+
+    def _per_key(
+        self,
+        keys: Sequence[str],
+        function: Callable[[Any], Any],
+        *,
+        invalid: PageStatus = PageStatus.MALFORMED,
+    ) -> list[int | PageStatus | PutRefusal]:
+        """One native call that answers per key; `invalid` is what it means by -600."""
+        if not keys:
+            return []
+        raw = self._call(function)
+        if isinstance(raw, PageStatus):
+            return [raw] * len(keys)
+        if not isinstance(raw, list) or len(raw) != len(keys):
+            return [PageStatus.MALFORMED] * len(keys)
+        return [translate(code, invalid) for code in raw]
+
+    def _read_in_turns(self, keys: Sequence[str], pointers: Sequence[int], sizes: Sequence[int]) -> Sequence[Answer]:
+        """Read with no key twice in a call: the native one fills the last of its buffers and counts for all of them."""
+        answers: list[Answer] = [PageStatus.MALFORMED] * len(keys)
+        left = list(range(len(keys)))
+        while left:
+            turn = list({keys[index]: index for index in reversed(left)}.values())
+            read = self.read(
+                [keys[index] for index in turn], [pointers[index] for index in turn], [sizes[index] for index in turn]
+            )
+            for index, answer in zip(turn, read, strict=True):
+                answers[index] = answer
+            taken = set(turn)
+            left = [index for index in left if index not in taken]
+        return answers
+
+    def _revoke(self, keys: list[str]) -> None:
+        codes = self._call(lambda native: native.batch_put_session_revoke(keys)) if keys else []
+        if isinstance(codes, list) and len(codes) == len(keys):
+            gone = (0, INVALID_PARAMS)
+            self._reservations.settle(key for key, code in zip(keys, codes, strict=True) if code in gone)
+
+    def _start_closing(self) -> None:
+        with self._lock:
+            self._gate.shut()
+            self._closing.set()
+            if self._native is None:
+                self._closed.set()
+
+    def _await_closed(self, timeout: float) -> bool:
+        return self._closed.wait(timeout)
+
+    def _leave(self) -> None:
+        """What the end of the process begins with."""
+        self._start_closing()
+
+    def _await_left(self, timeout: float) -> bool:
+        """Whether no native call is out any more, the closing one included."""
+        return self._await_closed(timeout)
+
+    def _close_when_idle(self) -> None:
+        self._closing.wait()
+        self._gate.wait_idle()
+        self._native.close()
+        self._closed.set()
+
+
+def _at_exit() -> None:
+    open_stores = [store for store in _open_stores if not store._closed.is_set()]
+    deadline = time.monotonic() + _EXIT_DEADLINE
+    for store in open_stores:
+        store._leave()
+    left = [store._await_left(max(0.0, deadline - time.monotonic())) for store in open_stores]
+    if not all(left):
+        survive_calls_at_exit()
+
+
+atexit.register(_at_exit)

@@ -1,0 +1,68 @@
+"""What Mooncake's native calls answer, translated once and per key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from softload.outcomes import PageStatus
+from softload.protocols import Answer, Descriptor, PutRefusal
+
+__all__ = ["INVALID_PARAMS", "NATIVE_CODES", "NATIVE_REFUSALS", "descriptor", "expect", "translate"]
+
+INVALID_PARAMS: Final = -600
+
+NATIVE_CODES: Final[Mapping[int, PageStatus]] = {
+    INVALID_PARAMS: PageStatus.MALFORMED,
+    -702: PageStatus.NO_MEMORY_REPLICA,
+    -703: PageStatus.NOT_READY,
+    -704: PageStatus.NOT_FOUND,
+    -706: PageStatus.NOT_READY,
+    -707: PageStatus.LEASE_EXPIRED,
+    -710: PageStatus.NO_MEMORY_REPLICA,
+    -712: PageStatus.NO_MEMORY_REPLICA,
+    -800: PageStatus.TRANSFER_FAILED,
+    -801: PageStatus.CORRUPT,
+    -900: PageStatus.STORE_UNREACHABLE,
+    -901: PageStatus.STORE_UNREACHABLE,
+}
+"""What a native code means for a page; a negative code that is not here is MALFORMED.
+
+-600 means something else to each call, which says so: the buffer is too small (whole reads), there is no session or the
+range ends past the object (ranged reads), more was written than reserved (writes).
+"""
+
+NATIVE_REFUSALS: Final[Mapping[int, PutRefusal]] = {-200: PutRefusal.FULL, -705: PutRefusal.PRESENT}
+"""Codes of a put that are no failure of the store."""
+
+
+def translate(code: object, invalid: PageStatus) -> int | PageStatus | PutRefusal:
+    """One key's native answer: a count, a status or a refusal. What is not an int (a bool, too) is MALFORMED.
+
+    Args:
+        code: as it came.
+        invalid: what -600 means to the call.
+    """
+    if type(code) is not int:
+        return PageStatus.MALFORMED
+    if code >= 0:
+        return code
+    if code == INVALID_PARAMS:
+        return invalid
+    return NATIVE_REFUSALS.get(code) or NATIVE_CODES.get(code, PageStatus.MALFORMED)
+
+
+def expect(answer: object, count: int) -> Answer:
+    """`answer` if it is a status or the one count that is right, else MALFORMED."""
+    return answer if isinstance(answer, PageStatus) else count if answer == count else PageStatus.MALFORMED
+
+
+def descriptor(replicas: Any) -> Descriptor | PageStatus:
+    """The first complete replica in memory out of an object's native replica descriptors."""
+    if not isinstance(replicas, list):
+        return PageStatus.MALFORMED
+    for replica in replicas:
+        if replica.is_memory_replica() and replica.status.name == "COMPLETE":
+            buffer = replica.get_memory_descriptor().buffer_descriptor
+            return Descriptor(int(buffer.size), str(buffer.transport_endpoint), int(buffer.buffer_address))
+    return PageStatus.NO_MEMORY_REPLICA

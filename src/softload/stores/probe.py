@@ -1,0 +1,37 @@
+"""Whether a master is alive, asked in bounded time."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from typing import Final
+
+from softload.errors import StoreSetupError
+
+__all__ = ["probe_master"]
+
+_DEADLINE: Final = 3.0
+
+
+def probe_master(address: str) -> str:
+    """The local address that leads to the master at `address` (`host:port`), once the master has shown to be alive.
+
+    Mooncake's own set-up holds the GIL, for 90 s where nobody answers, so this comes first. A frozen process accepts
+    connections too; but only a living one closes a connection on which something else than its protocol came.
+
+    Raises:
+        StoreSetupError: nobody answered.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), _DEADLINE) as connection:
+            local_address = str(connection.getsockname()[0])
+            with contextlib.suppress(ConnectionError):
+                connection.sendall(bytes(64))
+                connection.recv(1)
+            return local_address
+    except OSError as error:
+        raise StoreSetupError(
+            f"expected a Mooncake master at {address} to answer within {_DEADLINE} s, got {error!r}: start "
+            "mooncake_master there, or correct the address"
+        ) from error

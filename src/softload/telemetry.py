@@ -1,0 +1,101 @@
+"""Counters of one loader, and the frozen snapshot that everybody reads."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from softload.outcomes import PageStatus, SaveStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["Counters", "Statistics"]
+
+
+@dataclass(slots=True)
+class Counters:
+    """What happened so far; written on the event loop only."""
+
+    loads: int = 0
+    lookups: int = 0
+    lookups_unanswered: int = 0
+    requested_pages: int = 0
+    restored_pages: int = 0
+    late_failures: int = 0
+    draft_dropped: int = 0
+    bytes_loaded: int = 0
+    bytes_saved: int = 0
+    retries: int = 0
+    removed_corrupt: int = 0
+    timed_out_calls: int = 0
+    shared_objects: int = 0
+    missed: Counter[PageStatus] = field(default_factory=Counter)
+    saves: Counter[SaveStatus] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """A loader's state now and its totals so far. Sizes in bytes; everything that has a bound is here.
+
+    Args:
+        active_units: units whose outcome is not known yet.
+        missed_pages: pages that were asked for and not restored, by status.
+        saved_pages: pages that were offered for saving, by what became of them.
+        landing_bytes: landing memory in all; `landing_bytes_in_use` of it are granted (kept bytes included).
+        kept_bytes: landed by prefetches that have ended, until somebody wants them or the room.
+        quarantined_bytes: memory that native calls may still write although nobody waits for them.
+        replaced_bytes: fresh memory that stands in for quarantined memory.
+        waiting_grants: units and saves that wait for landing memory.
+        held_slots: page rows that are reserved or being filled.
+        open_sessions: sessions for ranged reads.
+        stuck_threads: threads in native calls that nobody waits for.
+        queued_calls: calls that wait for a lane.
+        shared_objects: objects that were wanted again while they were here or on their way, and not read again.
+        open_breakers: endpoints, and the master, to which nothing is sent.
+        negative_keys: keys in the negative cache.
+        suppressed_requests: requests whose lookups are answered 0 until they are computed.
+    """
+
+    loads: int
+    lookups: int
+    lookups_unanswered: int
+    active_units: int
+    requested_pages: int
+    restored_pages: int
+    late_failures: int
+    draft_dropped: int
+    missed_pages: Mapping[PageStatus, int]
+    saved_pages: Mapping[SaveStatus, int]
+    bytes_loaded: int
+    bytes_saved: int
+    retries: int
+    removed_corrupt: int
+    timed_out_calls: int
+    shared_objects: int
+    landing_bytes: int
+    landing_bytes_in_use: int
+    kept_bytes: int
+    quarantined_bytes: int
+    quarantined_bytes_peak: int
+    replaced_bytes: int
+    waiting_grants: int
+    held_slots: int
+    open_sessions: int
+    sessions_opened: int
+    sessions_restarted: int
+    sessions_ended: int
+    threads: int
+    stuck_threads: int
+    queued_calls: int
+    refused_calls: int
+    open_breakers: tuple[str, ...]
+    negative_keys: int
+    suppressed_requests: int
+
+
+def frozen_counts(counter: Counter[PageStatus]) -> Mapping[PageStatus, int]:
+    """A snapshot of missed pages."""
+    return MappingProxyType(dict(counter))

@@ -1,0 +1,18 @@
+"""For tests of engines, loaders and stores: faults by seed, stores that record, hang or follow a script.
+
+`softload.testing.store_suite` has the contract of a `PageStore` as a test class; it needs pytest, so import it by name.
+"""
+
+from softload.testing.doubles import HangingStore, RecordedCall, RecordingStore, ScriptedStore
+from softload.testing.faults import Fault, FaultKind, FaultyStore, parse_fault
+
+__all__ = [
+    "Fault",
+    "FaultKind",
+    "FaultyStore",
+    "HangingStore",
+    "RecordedCall",
+    "RecordingStore",
+    "ScriptedStore",
+    "parse_fault",
+]

@@ -1,0 +1,197 @@
+"""The fetches that one unit holds: landing memory, joins, and what has landed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from softload.config import Layout, ReadMode
+from softload.context import Context
+from softload.fetches import Fetch, FetchListener, Part
+from softload.geometry.layout import layer_groups, ranges_of
+from softload.landing import Segment, Share
+from softload.outcomes import PageStatus
+from softload.planning import Column
+from softload.protocols import Descriptor
+from softload.reading import Turn
+from softload.unit_pages import UnitPages, Wanted
+
+__all__ = ["UnitFetches"]
+
+
+class UnitFetches:
+    """The fetches that one unit holds.
+
+    Args:
+        context: the loader's parts.
+        pages: what the unit wants; told what cannot be had.
+        listener: told when a fetch changes.
+        share: whose landing memory it uses.
+    """
+
+    def __init__(self, context: Context, pages: UnitPages, listener: FetchListener, share: Share) -> None:
+        self._context = context
+        self._pages = pages
+        self._listener = listener
+        self._share = share
+        self._fetches: dict[Wanted, Fetch] = {}
+        self._wants: dict[Fetch, list[Wanted]] = {}
+        self.descriptors: dict[str, Descriptor | None] = {}
+        self.bytes_read = 0
+
+    def __iter__(self) -> Iterator[Fetch]:
+        return iter(list(self._wants))
+
+    def of(self, fetch: Fetch) -> tuple[Wanted, ...]:
+        """What the unit wants a fetch for."""
+        return tuple(self._wants.get(fetch, ()))
+
+    def get(self, wanted: Wanted) -> Fetch | None:
+        """The fetch of an object, if it is held."""
+        return self._fetches.get(wanted)
+
+    def segment(self, column: Column, page: int) -> Segment:
+        """Where an object's bytes are."""
+        return self._fetches[Wanted(column, page)].segment
+
+    def landed(self, columns: Iterable[Column], layers: range | None = None) -> bool:
+        """Whether the bytes that the unit's good pages need, for `layers` or for all, are here and checked."""
+        for column in columns:
+            for page in self._pages.pages_of(column):
+                fetch = self._fetches.get(Wanted(column, page))
+                if fetch is None or not (fetch.landed if layers is None else fetch.landed_for(layers)):
+                    return False
+        return True
+
+    async def read(self, turn: Turn) -> None:
+        """Be granted landing memory, whole and in turn, then join what is on its way and queue reads of the rest."""
+        landing = self._context.landing
+        new = self._not_here()
+        while landing.cost(_runs(new)) > landing.limit(self._share):
+            pages = self._pages.pages
+            self._pages.limit(pages - max(1, pages // 8), PageStatus.SHED)
+            new = self._not_here()
+        segments = landing.try_grant(_runs(new), self._share)
+        if segments is None:
+            segments = await landing.grant(_runs(new), self._share) or []
+        self._assign(new, segments, turn)
+
+    def take_over(self, source: UnitFetches) -> None:
+        """Hold what another unit's run landed, for this one's own columns.
+
+        Raises:
+            ValueError: other page keys than the source's.
+        """
+        theirs = {(c.spec, c.component): c for c in source._pages.all_columns()}
+        for column in self._pages.all_columns():
+            match = theirs.get((column.spec, column.component))
+            if match is None or match.keys[: len(column.keys)] != column.keys:
+                raise ValueError(
+                    f"request {self._pages.request_id!r}, pool {column.pool.name}: expected the prefetched page keys "
+                    f"or the first of them, got others"
+                )
+            for page in range(len(column.keys)):
+                fetch = source.get(Wanted(match, page))
+                if fetch is not None:
+                    self._hold(Wanted(column, page), fetch)
+
+    def prune(self, *, timed_out: bool = False) -> None:
+        """Let go of what the unit's good pages do not need any more."""
+        for wanted in [w for w in self._fetches if w.page not in self._pages.pages_of(w.column)]:
+            self._let_go(wanted, timed_out=timed_out)
+
+    def let_go(self, columns: Iterable[Column], *, keep: bool) -> None:
+        """Let go of whole columns, which are copied."""
+        for column in columns:
+            for page in self._pages.pages_of(column):
+                self._let_go(Wanted(column, page), keep=keep)
+
+    def let_go_all(self, *, keep: bool) -> None:
+        """Let go of everything; landed bytes may serve later units with `keep`."""
+        for wanted in list(self._fetches):
+            self._let_go(wanted, keep=keep)
+
+    def _not_here(self) -> list[tuple[Wanted, int]]:
+        """Objects that must be read, with their sizes; each key once."""
+        keys: set[str] = set()
+        new = []
+        for wanted in self._pages.needed():
+            if wanted.key not in keys and self._context.reader.find(wanted.key) is None:
+                keys.add(wanted.key)
+                new.append((wanted, self._size(wanted)))
+        return new
+
+    def _assign(self, new: list[tuple[Wanted, int]], segments: list[Segment], turn: Turn) -> None:
+        reader = self._context.reader
+        spare = {wanted.key: segment for (wanted, _), segment in zip(new, segments, strict=True)}
+        parts: list[Part] = []
+        for wanted in self._pages.needed():
+            fetch = reader.find(wanted.key)
+            if fetch is not None:
+                self._context.counters.shared_objects += 1
+                self._hold(wanted, fetch)
+            elif wanted.key in spare:
+                fetch = reader.add(
+                    wanted.key,
+                    spare.pop(wanted.key),
+                    self.descriptors.get(wanted.key),
+                    self._listener,
+                    size=self._size(wanted),
+                    tailed=self._context.config.layout is Layout.GROUPED,
+                    ranges=self._ranges(wanted),
+                )
+                parts.extend(fetch.parts)
+                self.bytes_read += fetch.size
+                self._fetches[wanted] = fetch
+                self._wants.setdefault(fetch, []).append(wanted)
+            else:  # it was here before this unit waited for memory, and is no longer
+                self._pages.mark_bad(wanted.column, wanted.page, PageStatus.SHED)
+        for segment in spare.values():
+            self._context.landing.release(segment)
+        self._pages.recut()
+        self.prune()
+        parts.sort(key=lambda part: 0 if part.layers is None else part.layers.start)
+        reader.read(parts, turn)
+
+    def _hold(self, wanted: Wanted, fetch: Fetch) -> None:
+        self._context.reader.join(fetch, self._listener)
+        self._fetches[wanted] = fetch
+        self._wants.setdefault(fetch, []).append(wanted)
+
+    def _let_go(self, wanted: Wanted, *, timed_out: bool = False, keep: bool = False) -> None:
+        fetch = self._fetches.pop(wanted)
+        self._wants[fetch].remove(wanted)
+        if not self._wants[fetch]:
+            del self._wants[fetch]
+        self._context.reader.leave(fetch, self._listener, timed_out=timed_out, keep=keep)
+
+    def _size(self, wanted: Wanted) -> int:
+        descriptor = self.descriptors.get(wanted.key)
+        return descriptor.size if descriptor is not None else wanted.column.spec.size
+
+    def _ranges(self, wanted: Wanted) -> list[tuple[range, list[tuple[int, int]]]]:
+        config = self._context.config
+        if config.layout is not Layout.PAGE or config.read_mode is not ReadMode.RANGES:
+            return []
+        size = self._size(wanted)
+        found = []
+        for layers in layer_groups(self._context.pools.num_layers):
+            # A range past the end of an object without the packed draft would fail the whole key.
+            pairs = [
+                (offset, min(nbytes, size - offset))
+                for offset, nbytes in ranges_of(wanted.column.spec, layers)
+                if offset < size
+            ]
+            if pairs:
+                found.append((layers, pairs))
+        return found
+
+
+def _runs(new: list[tuple[Wanted, int]]) -> list[tuple[int, int]]:
+    """Neighbours of equal size as `(bytes, count)`."""
+    runs: list[tuple[int, int]] = []
+    for _, size in new:
+        if runs and runs[-1][0] == size:
+            runs[-1] = (size, runs[-1][1] + 1)
+        else:
+            runs.append((size, 1))
+    return runs

@@ -1,0 +1,174 @@
+"""What one unit wants, and how much of it is still good: cuts, boundaries, draft policy. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from softload.admission import draft_parts
+from softload.config import DraftPolicy
+from softload.context import Context
+from softload.geometry.group import ResolvedComponent
+from softload.outcomes import PageOutcome, PageStatus
+from softload.planning import Column, ComponentPages, columns, cut, needed_pages
+from softload.transfer import HitPolicy, PoolName, TransferUnit
+
+__all__ = ["UnitPages", "Wanted"]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One object that a unit needs: page `page` of `column`."""
+
+    column: Column
+    page: int
+
+    @property
+    def key(self) -> str:
+        """Its key in the store."""
+        return self.column.keys[self.page]
+
+
+class UnitPages:
+    """The pages of one unit.
+
+    `pages` of the `requested` ones are good so far, `draft_pages` of the draft's; both only ever shrink.
+
+    Raises:
+        ValueError: components that do not fit the pools or one another.
+    """
+
+    def __init__(self, context: Context, unit: TransferUnit) -> None:
+        self.request_id = unit.request_id
+        specs = dict(context.pools.specs(context.config.layout))
+        self.target = context.pools.resolve(unit.target)
+        self.draft, self.draft_columns = draft_parts(context, unit, self.target)
+        self.columns = columns(self.target, specs, context.keys, draft=False)
+        self.draft_is_packed = bool(self.draft) and not unit.draft
+        # In the `page` layout a packed draft has no objects of its own: the target object's size tells if it is in.
+        self.draft_rides = self.draft_is_packed and not self.draft_columns
+        self.requested = max((len(component.keys) for component in self.target), default=0)
+        self._check()
+        self.pages = self.requested
+        self.draft_pages = min((len(component.keys) for component in self.draft), default=0)
+        self._good = [[True] * len(component.keys) for component in self.target]
+        self._draft_good = [[True] * len(component.keys) for component in self.draft]
+        self._bad: dict[int, tuple[PageStatus, PoolName]] = {}
+
+    def all_columns(self) -> Iterator[Column]:
+        """Every kind of object that it wants."""
+        yield from self.columns
+        yield from self.draft_columns
+
+    def own_components(self) -> Iterator[ResolvedComponent]:
+        """The components whose slots are the unit's own; a packed draft's are its target's."""
+        yield from self.target
+        if not self.draft_is_packed:
+            yield from self.draft
+
+    def pages_of(self, column: Column) -> range:
+        """The pages of a column that what is good so far needs."""
+        if column.spec.draft:
+            component, pages = self.draft[column.component], self.draft_pages
+        else:
+            component, pages = self.target[column.component], self.pages
+        return needed_pages(pages, component.hit_policy, component.window)
+
+    def needed(self) -> Iterator[Wanted]:
+        """Every object that what is good so far needs, first layers first, the draft's last."""
+        for column in self.all_columns():
+            for page in self.pages_of(column):
+                yield Wanted(column, page)
+
+    def status_of(self, page: int) -> PageStatus | None:
+        """Why a page is a miss, as far as that is known."""
+        known = self._bad.get(page)
+        return known[0] if known is not None else None
+
+    def mark_bad(self, column: Column, page: int, status: PageStatus) -> None:
+        """An object cannot be had; `recut` draws the conclusion."""
+        if column.spec.draft:
+            self._draft_good[column.component][page] = False
+            return
+        self._good[column.component][page] = False
+        self._bad.setdefault(page, (status, column.pool.name))
+
+    def mark_without_draft(self, column: Column, page: int) -> None:
+        """An object of the `page` layout was written without the packed draft."""
+        for good, component in zip(self._draft_good, self.draft, strict=True):
+            if component.pool is column.pool:
+                good[page] = False
+
+    def recut(self) -> None:
+        """Keep the longest prefix that is whole."""
+        self.pages = cut(self.pages, self._components())
+        self.draft_pages = cut(min(self.pages, self.draft_pages), self._draft_components())
+
+    def limit(self, pages: int, status: PageStatus) -> None:
+        """Keep `pages` pages at most; the next one is a miss with `status` if nothing better is known."""
+        if pages < self.pages:
+            self._bad.setdefault(pages, (status, self.target[0].pool.name))
+            self.pages = pages
+            self.recut()
+
+    def apply_draft_policy(self, policy: DraftPolicy, truncate_pages: int) -> None:
+        """At admission: what the loss of draft pages costs the target."""
+        if not self.draft or self.draft_pages >= self.pages or policy is DraftPolicy.DROP:
+            return
+        if policy is DraftPolicy.REQUIRE or self.pages - self.draft_pages <= truncate_pages:
+            self._bad[self.draft_pages] = (PageStatus.NOT_FOUND, self.draft[0].pool.name)
+            self.pages = self.draft_pages
+            self.recut()
+
+    def restrict_windows(self) -> None:
+        """Only the windows of the chosen boundary are read: other pages of trailing components cannot serve a cut."""
+        for flags, component in zip(self._good, self.target, strict=True):
+            if component.hit_policy is HitPolicy.TRAILING_PAGES:
+                window = needed_pages(self.pages, component.hit_policy, component.window)
+                flags[:] = [good and page in window for page, good in enumerate(flags)]
+
+    def continue_from(self, source: UnitPages) -> None:
+        """Be no better than what a prefetch of the same request landed."""
+        self._good = [flags[: len(own)] for flags, own in zip(source._good, self._good, strict=True)]
+        self._draft_good = [flags[: len(own)] for flags, own in zip(source._draft_good, self._draft_good, strict=False)]
+        self._bad = dict(source._bad)
+        self.pages = min(self.requested, source.pages)
+        self.draft_pages = min(self.draft_pages, source.draft_pages)
+        self.recut()
+
+    def outcomes(self, restored: int, otherwise: PageStatus) -> Iterator[PageOutcome]:
+        """One outcome per page; `otherwise` where the first miss has no reason of its own."""
+        for page in range(self.requested):
+            if page < restored:
+                yield PageOutcome(page, PageStatus.LOADED)
+            elif page in self._bad:
+                status, pool = self._bad[page]
+                yield PageOutcome(page, status, pool)
+            else:
+                yield PageOutcome(page, otherwise if page == restored else PageStatus.AFTER_MISS)
+
+    def _components(self) -> list[ComponentPages]:
+        return [
+            ComponentPages(good, component.hit_policy, component.window)
+            for good, component in zip(self._good, self.target, strict=True)
+        ]
+
+    def _draft_components(self) -> list[ComponentPages]:
+        return [
+            ComponentPages(good, component.hit_policy, component.window)
+            for good, component in zip(self._draft_good, self.draft, strict=True)
+        ]
+
+    def _check(self) -> None:
+        for component in self.target:
+            if len(component.keys) != self.requested:
+                raise ValueError(
+                    f"request {self.request_id!r}, pool {component.pool.name}: expected {self.requested} page keys "
+                    f"as in the other components, got {len(component.keys)}"
+                )
+        for component in self.draft:
+            if len(component.keys) > self.requested:
+                raise ValueError(
+                    f"request {self.request_id!r}, pool {component.pool.name}: expected at most {self.requested} "
+                    f"draft page keys, got {len(component.keys)}"
+                )

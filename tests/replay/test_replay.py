@@ -1,0 +1,168 @@
+"""Small replays on an in-process store: clean ones, ones with every fault, and what the figures say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from softload.config import DraftPolicy, Integrity, Layout
+from softload.protocols import Answer
+from softload.replay import runner
+from softload.replay.runner import ZEROS, ReplayOptions, is_clean, replay
+from softload.replay.scheduler import AdmissionMode, SchedulerOptions
+from softload.replay.shapes import DraftKind
+from softload.stores import MemoryStore, WrapperStore
+
+pytestmark = pytest.mark.asyncio
+
+JSON_KEYS = {
+    "requests", "lookup_pages", "restored_pages", "computed_pages", "missed_pages", "draft_dropped", "late_failures",
+    "byte_mismatches", "accepted_bad_pages", "lost_requests", "leaked_slots", "quarantined_bytes",
+    "quarantined_bytes_peak", "open_sessions", "rss_mid", "rss_end", "exceptions", "bytes_loaded", "wall_s",
+    "load_gbps", "first_layer_ms", "stall_ms", "load_ms", "loop_lag_ms", "idle_loop_lag_ms", "store", "layout", "shape",
+    "lru_bound_pages", "promised_unrestored",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def small_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "_IDLE_SECONDS", 0.05)
+    monkeypatch.setattr(runner, "_POOL_BYTES", 512 * (32 << 10))
+
+
+async def run(**settings: Any) -> dict[str, Any]:
+    settings = {"requests": 60, "store": "memory://?capacity=256MiB", "landing": 64 << 20, "max_running": 3} | settings
+    options = ReplayOptions(**settings)
+    return await replay(options, options.read_requests())
+
+
+def assert_clean(figures: dict[str, Any]) -> None:
+    assert {name: figures[name] for name in ZEROS} == dict.fromkeys(ZEROS, 0)
+    assert is_clean(figures)
+    assert figures["finished_requests"] == figures["requests"]
+    assert figures["restored_pages"] + figures["computed_pages"] == figures["request_pages"]
+    assert figures["restored_pages"] <= figures["lookup_pages"]
+    assert figures["lookup_pages"] - figures["restored_pages"] == sum(figures["missed_pages"].values())
+    assert figures["restored_pages"] <= figures["lru_bound_pages"]
+
+
+@pytest.mark.parametrize("admission", AdmissionMode)
+async def test_a_replay_without_faults_restores_what_an_ideal_store_would(admission: AdmissionMode) -> None:
+    figures = await run(admission=admission)
+    assert_clean(figures)
+    assert figures.keys() >= JSON_KEYS
+    assert figures["requests"] == 60
+    assert figures["restored_pages"] >= 0.9 * figures["lru_bound_pages"] > 0
+    assert figures["bytes_loaded"] > 0
+    assert figures["rss_mid"] > 0 and figures["rss_end"] > 0
+    for name in ("first_layer_ms", "stall_ms", "load_ms"):
+        assert figures[name].keys() == {"p50", "p99", "max"}
+    for name in ("loop_lag_ms", "idle_loop_lag_ms"):
+        assert figures[name].keys() == {"p50", "p99", "p99_9", "max"}
+
+
+@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize("draft", [DraftKind.PACKED, DraftKind.SIDECAR])
+@pytest.mark.parametrize("admission", AdmissionMode)
+async def test_drafts_are_restored_with_their_target(
+    layout: Layout, draft: DraftKind, admission: AdmissionMode
+) -> None:
+    figures = await run(layout=layout, draft=draft, admission=admission)
+    assert_clean(figures)
+    assert figures["draft_pages"] == figures["restored_pages"] > 0
+    assert figures["draft_dropped"] == 0
+
+
+FAULTS = ["evict=0.1", "remove=0.1", "late=0.2", "slow=0.05:0.02", "hang=2:0.5", "corrupt=0.1"]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("admission", AdmissionMode)
+async def test_a_fault_costs_pages_and_nothing_else(fault: str, admission: AdmissionMode) -> None:
+    figures = await run(faults=(fault,), admission=admission, integrity=Integrity.FULL, deadline=0.3)
+    assert_clean(figures)
+    assert figures["restored_pages"] > 0
+    if not fault.startswith("hang"):
+        assert figures["promised_unrestored"] == 0, figures["promised_unrestored_pages"]
+
+
+async def test_all_faults_at_once() -> None:
+    figures = await run(faults=tuple(FAULTS), integrity=Integrity.FULL, draft=DraftKind.SIDECAR, deadline=0.3)
+    assert_clean(figures)
+    assert sum(figures["missed_pages"].values()) > 0
+
+
+@pytest.mark.parametrize("draft", [DraftKind.PACKED, DraftKind.SIDECAR])
+@pytest.mark.parametrize("policy", DraftPolicy)
+async def test_a_lost_draft_costs_what_the_policy_says(draft: DraftKind, policy: DraftPolicy) -> None:
+    figures = await run(draft=draft, draft_policy=policy, faults=("draft-loss=0.2",))
+    assert_clean(figures)
+    if policy is DraftPolicy.REQUIRE:
+        assert figures["draft_dropped"] == 0
+        assert figures["restored_pages"] < figures["lru_bound_pages"]
+    else:
+        assert figures["draft_dropped"] > 0
+
+
+async def test_a_full_store_costs_hits_only() -> None:
+    figures = await run(store="memory://?capacity=8MiB&lease=200ms")
+    assert_clean(figures)
+    assert 0 < figures["lru_capacity_pages"] < figures["request_pages"]
+
+
+async def test_requests_arrive_as_the_trace_says() -> None:
+    figures = await run(requests=12, speed=20.0)
+    assert_clean(figures)
+    last = max(request.timestamp for request in ReplayOptions(requests=12).read_requests())
+    assert figures["wall_s"] >= last / 1e3 / 20.0
+
+
+class _Liar(WrapperStore):
+    """Serves wrong bytes with the right count."""
+
+    def read(self, keys: Sequence[str], pointers: Sequence[int], sizes: Sequence[int]) -> Sequence[Answer]:
+        if len(keys) > 1:
+            keys = [*keys[1:], keys[0]]
+        return self.inner.read(keys, pointers, sizes)
+
+
+async def test_wrong_bytes_that_the_loader_accepts_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "open_store", lambda url: _Liar(MemoryStore(capacity=256 << 20)))
+    figures = await run(layout=Layout.PAGE)
+    assert figures["accepted_bad_pages"] > 0
+    assert figures["byte_mismatches"] > figures["accepted_bad_pages"]
+    assert not is_clean(figures)
+
+
+async def test_digests_keep_wrong_bytes_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "open_store", lambda url: _Liar(MemoryStore(capacity=256 << 20)))
+    figures = await run(layout=Layout.GROUPED)
+    assert_clean(figures)
+    assert figures["missed_pages"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"requests": 0}, "requests: expected at least 1, got 0"),
+        ({"shape": "glm-5.2"}, "needs pool families of a later release"),
+        ({"speed": 0.0}, "speed: expected a factor above 0, got 0.0"),
+        ({"layer_time": -1.0}, "layer_time: expected 0 or more seconds, got -1.0"),
+        ({"max_running": 0}, "max_running: expected at least 1, got 0"),
+        ({"faults": ("kill-owner@3",)}, "fault 'kill-owner@3': expected a fault of calls"),
+        ({"faults": ("explode=1",)}, "fault 'explode=1': expected one of"),
+        ({"faults": ("draft-loss=0.5",)}, "expected a draft with objects of its own"),
+        ({"store": "ftp://x"}, "ftp"),
+        ({"deadline": -1.0}, "deadline: expected 0 or more"),
+    ],
+)
+async def test_bad_options_are_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ReplayOptions(**settings)
+
+
+async def test_scheduler_options_name_what_is_wrong() -> None:
+    with pytest.raises(ValueError, match="max_prefill: expected at least 1, got 0"):
+        SchedulerOptions(max_prefill=0)

@@ -1,0 +1,94 @@
+"""README and docs: python blocks run, links lead somewhere, tables name what the code has."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from softload import LoaderConfig, PageStatus
+from softload.replay.shapes import SHAPES
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(\S*)[ ]*(.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def ident(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def blocks(page: Path) -> list[tuple[int, str, str]]:
+    """Line number, mark and source of every python block."""
+    text = page.read_text()
+    return [
+        (text.count("\n", 0, match.start()) + 2, match[2], match[3])
+        for match in FENCE.finditer(text)
+        if match[1] == "python"
+    ]
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=ident)
+def test_python_blocks_run(page: Path) -> None:
+    """Blocks of a page share names and may await at top level; those marked `no-run` are only parsed."""
+    names: dict[str, object] = {"__name__": "__main__"}
+    for line, mark, source in blocks(page):
+        assert mark in ("", "no-run"), f"{ident(page)}:{line}: unknown mark {mark!r}"
+        # Blank lines before the source let tracebacks show the page's own line numbers.
+        code = compile("\n" * (line - 1) + source, str(page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        if mark == "no-run":
+            continue
+        result = eval(code, names)
+        if asyncio.iscoroutine(result):
+            asyncio.run(result)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ident)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in LINK.findall(FENCE.sub("", page.read_text())):
+        if target.startswith(("https://", "http://")):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), f"{ident(page)} links to {target}"
+        if anchor:
+            assert anchor in anchors(linked), f"{ident(page)} links to {target}; anchors are {sorted(anchors(linked))}"
+
+
+def test_failures_names_every_status() -> None:
+    text = (ROOT / "docs" / "failures.md").read_text()
+    assert set(re.findall(r"^\| `([A-Z_]+)` \|", text, re.MULTILINE)) == {
+        status.name for status in PageStatus if status is not PageStatus.LOADED
+    }
+
+
+def test_docs_name_only_settings_that_exist() -> None:
+    text = "".join(page.read_text() for page in PAGES)
+    named = set(re.findall(r"LoaderConfig\((\w+)=", text))
+    assert named <= {field.name for field in fields(LoaderConfig)}
+
+
+def test_shapes_of_the_examples_exist() -> None:
+    assert set(re.findall(r"--shape ([a-z][\w.-]+)", (ROOT / "docs" / "replay.md").read_text())) <= set(SHAPES)
+
+
+def test_replay_page_names_every_option() -> None:
+    typer = pytest.importorskip("typer")
+    from softload.cli import app
+
+    command = typer.main.get_command(app).commands["replay"]
+    options = {option for parameter in command.params for option in parameter.opts if option.startswith("--")}
+    text = (ROOT / "docs" / "replay.md").read_text()
+    named = set(re.findall(r"`(--[a-z-]+)", text))
+    assert options - {"--help"} <= named, f"not in docs/replay.md: {sorted(options - named)}"
+    assert named - options <= {"--store", "--help"}, f"not an option of replay: {sorted(named - options)}"
