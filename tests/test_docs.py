@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import inspect
 import re
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from softload import LoaderConfig, PageStatus
+from softload import LoaderConfig, PageStatus, events
 from softload.replay.shapes import SHAPES
+from softload.stores import MemoryStore, MooncakeStore
+from softload.stores.embedded import EmbeddedMooncakeStore
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -70,6 +73,27 @@ def test_failures_names_every_status() -> None:
     assert set(re.findall(r"^\| `([A-Z_]+)` \|", text, re.MULTILINE)) == {
         status.name for status in PageStatus if status is not PageStatus.LOADED
     }
+
+
+def test_failures_names_only_events_that_exist() -> None:
+    text = (ROOT / "docs" / "failures.md").read_text().partition("## For the log")[2]
+    named = set(re.findall(r"`([a-z]+\.[a-z]+)`", text))
+    assert named
+    assert named <= {getattr(events, name) for name in events.__all__}
+
+
+@pytest.mark.parametrize(
+    ("heading", "store"),
+    [
+        ("## In this process", MemoryStore),
+        ("## A Mooncake of its own", EmbeddedMooncakeStore),
+        ("## A cluster", MooncakeStore),
+    ],
+)
+def test_stores_page_names_every_parameter(heading: str, store: type) -> None:
+    section = (ROOT / "docs" / "stores.md").read_text().partition(heading)[2].partition("\n## ")[0]
+    parameters = set(inspect.signature(store).parameters) - {"clock", "master", "hostname"}
+    assert set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) == parameters
 
 
 def test_docs_name_only_settings_that_exist() -> None:

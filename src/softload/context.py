@@ -98,6 +98,8 @@ class Context:
                 if answered:
                     self.health.master_timed_out()
                 return [PageStatus.TIMED_OUT] * count
+            if isinstance(call.error, RefusedError):  # the loader was closed before the call had its turn
+                raise call.error
             answers = call.value if call.value is not None else [PageStatus.MALFORMED] * count
             self.health.record_master([answer for answer in answers if isinstance(answer, PageStatus)])
             answered = True

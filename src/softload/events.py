@@ -5,10 +5,7 @@ from typing import Final
 __all__ = [
     "BREAKER_CLOSED",
     "BREAKER_OPENED",
-    "DRAFT_DISABLED",
     "DRAFT_DROPPED",
-    "LOAD_COMPLETE",
-    "LOAD_STARTED",
     "LOOKUP_FAILED",
     "OBJECT_REMOVED",
     "PAGE_MISSED",
@@ -17,12 +14,9 @@ __all__ = [
     "THREAD_STUCK",
 ]
 
-LOAD_STARTED: Final = "load.started"
-LOAD_COMPLETE: Final = "load.complete"
 LOOKUP_FAILED: Final = "lookup.failed"
 PAGE_MISSED: Final = "page.missed"
 DRAFT_DROPPED: Final = "draft.dropped"
-DRAFT_DISABLED: Final = "draft.disabled"
 SAVE_SKIPPED: Final = "save.skipped"
 OBJECT_REMOVED: Final = "object.removed"
 BREAKER_OPENED: Final = "breaker.opened"

@@ -31,8 +31,8 @@ class _Handle:
             )
         self._context = context
         self._gate = LayerGate(context.pools.num_layers, names)
-        turn = Turn()
-        self._runs = [UnitRun(context, unit, mode, turn, self._gate.passed) for unit in units]
+        # A turn per unit: in one load too, the first layers of all units come before the last layers of any.
+        self._runs = [UnitRun(context, unit, mode, Turn(), self._gate.passed) for unit in units]
         self._entered_at = 0.0
         self._admitted_at: float | None = None
 

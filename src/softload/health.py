@@ -172,6 +172,11 @@ class Health:
             self.on_master_back()
         self._master_lost = not reached
 
+    @property
+    def master_lost(self) -> bool:
+        """Whether the last call that asked the master did not reach it."""
+        return self._master_lost
+
     def master_timed_out(self) -> None:
         """A call to the master took too long; it counts at once, not when it returns."""
         self.record_master([PageStatus.STORE_UNREACHABLE])

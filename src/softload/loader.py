@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -18,7 +18,7 @@ from softload import events
 from softload.admission import look_up
 from softload.config import LoaderConfig
 from softload.context import Context
-from softload.errors import LoaderClosedError
+from softload.errors import LoaderClosedError, StoreSetupError
 from softload.geometry.group import DevicePoolGroup
 from softload.handles import Load, Prefetch
 from softload.health import Health
@@ -206,16 +206,22 @@ class PageLoader(AsyncContextManagerMixin):
     async def __asynccontextmanager__(self):  # type: ignore[no-untyped-def]  # noqa: ANN204
         if self._context is not None:
             raise RuntimeError("this PageLoader is open already")
+        failure: Exception | None = None
         async with anyio.create_task_group() as tasks:
-            context = await self._open(tasks)
-            self._context = context
-            self._saver = Saver(context)
             try:
-                yield self
-            finally:
-                with anyio.CancelScope(shield=True):
-                    await self._close(context)
-                tasks.cancel_scope.cancel()
+                context = await self._open(tasks)
+                self._context = context
+                self._saver = Saver(context)
+                try:
+                    yield self
+                finally:
+                    with anyio.CancelScope(shield=True):
+                        await self._close(context)
+            except Exception as error:  # raised below as it came: the task group would wrap it
+                failure = error
+            tasks.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
 
     async def _open(self, tasks: anyio.abc.TaskGroup) -> Context:
         config = self.config
@@ -231,7 +237,7 @@ class PageLoader(AsyncContextManagerMixin):
             tasks.start_soon(function)
 
         def retire(arena: Arena) -> None:
-            tasks.start_soon(self._unregister, lifecycle, arena)
+            tasks.start_soon(self._unregister, context, arena)
 
         landing = LandingMemory(
             config.landing_bytes,
@@ -241,7 +247,16 @@ class PageLoader(AsyncContextManagerMixin):
         )
         reader = Reader(calls, landing, sessions, health, counters, config, spawn)
         arena = landing.arenas[0]
-        await lifecycle.run(partial(self.store.register, arena.pointer, arena.nbytes))
+        registered = False
+        try:
+            registered = await lifecycle.run(partial(calls.register, arena.pointer, arena.nbytes))
+        finally:
+            if not registered:
+                with anyio.move_on_after(_CLOSE_SECONDS, shield=True):
+                    await lifecycle.run(calls.close)
+                lifecycle.close()
+        if not registered:
+            raise StoreSetupError(f"the store refused to register {arena.nbytes} bytes of landing memory")
         context = Context(
             config=config,
             pools=self.pools,
@@ -287,8 +302,9 @@ class PageLoader(AsyncContextManagerMixin):
             for arena in context.landing.arenas:
                 # Memory that a call may still write stays registered and allocated: the call holds it.
                 if arena.is_unused:
-                    await context.lifecycle.run(partial(self.store.unregister, arena.pointer))
-            await context.lifecycle.run(self.store.close)
+                    await self._unregister(context, arena)
+        with anyio.move_on_after(_CLOSE_SECONDS), suppress(RefusedError):
+            await context.lifecycle.run(context.calls.close)
         context.lifecycle.close()
 
     async def _keep_house(self, context: Context) -> None:
@@ -299,17 +315,15 @@ class PageLoader(AsyncContextManagerMixin):
             lacking = context.landing.missing_replacement()
             if lacking:
                 arena = context.landing.new_arena(lacking)
-                try:
-                    await context.lifecycle.run(partial(self.store.register, arena.pointer, arena.nbytes))
-                except RefusedError:
-                    continue
-                context.landing.add_arena(arena)
+                with suppress(RefusedError):
+                    if await context.lifecycle.run(partial(context.calls.register, arena.pointer, arena.nbytes)):
+                        context.landing.add_arena(arena)
 
-    async def _unregister(self, lifecycle: CallGroup, arena: Arena) -> None:
+    async def _unregister(self, context: Context, arena: Arena) -> None:
         try:
-            await lifecycle.run(partial(self.store.unregister, arena.pointer))
+            await context.lifecycle.run(partial(context.calls.unregister, arena.pointer))
         except RefusedError:
-            _log.info(events.THREAD_STUCK, group=lifecycle.name)
+            _log.info(events.THREAD_STUCK, group=context.lifecycle.name)
 
     def _groups(self, context: Context) -> Iterator[CallGroup]:
         yield from (context.control, context.compute, context.fences, context.writes, context.lifecycle)

@@ -30,7 +30,11 @@ class RefusedError(Exception):
 
 
 class NativeCall(Generic[T]):
-    """One call. `on_return` runs on the event loop exactly once if the call ran, also long after it was abandoned."""
+    """One call.
+
+    `on_return` runs on the event loop exactly once if the call ran, also long after it was abandoned; and once, with a
+    `RefusedError` for `error`, if its group was closed while somebody still waited for it to start.
+    """
 
     __slots__ = (
         "_on_return",
@@ -181,9 +185,13 @@ class CallGroup:
         self._dispatch()
 
     def close(self) -> None:
-        """Refuse new calls, drop queued ones, and end idle threads; running calls end theirs when they return."""
+        """Refuse new calls and queued ones, and end idle threads; running calls end theirs when they return."""
         self._closed = True
-        self._heap.clear()
+        queued, self._heap = self._heap, []
+        for _, _, call in queued:
+            if not call.abandoned:
+                call.error = RefusedError(self.name)
+                call.complete()
         while self._idle:
             self._idle.pop().put(None)
             self._threads -= 1

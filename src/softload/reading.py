@@ -230,9 +230,12 @@ class Reader:
         held = [part for part in parts if part.fetch.session is not None and part.fetch.listeners]
         sessions = list({id(part.fetch.session): part.fetch.session for part in held}.values())
         answers = await self._sessions.renew([session for session in sessions if session is not None], force=force)
-        good = {id(session) for session, answer in zip(sessions, answers, strict=True) if answer is PageStatus.LOADED}
-        self._fail([part for part in held if id(part.fetch.session) not in good], PageStatus.LEASE_EXPIRED)
-        self._submit([part for part in held if id(part.fetch.session) in good], turn, ranged=True)
+        found = {id(session): answer for session, answer in zip(sessions, answers, strict=True)}
+        for part in held:
+            answer = found.get(id(part.fetch.session), PageStatus.LOADED)  # none: freed meanwhile
+            if answer is not PageStatus.LOADED:
+                self._fail([part], answer)
+        self._submit([part for part in held if part.state is PartState.QUEUED], turn, ranged=True)
 
     def _prepare(self, call: ReadCall) -> bool:
         """On the loop, right before a thread gets the call: what nobody wants any more is not read."""
@@ -307,7 +310,7 @@ class Reader:
         native = call.native
         assert native is not None
         answers = native.value or [(PageStatus.MALFORMED, None)] * len(call.live)
-        if native.error is not None:
+        if native.error is not None and not isinstance(native.error, RefusedError):
             _log.error(events.STORE_RAISED, error=repr(native.error))
         self._record(call, [status for status, _ in answers])
         again: list[Part] = []

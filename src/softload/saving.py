@@ -72,13 +72,13 @@ class Saver:
     async def save(self, units: Sequence[TransferUnit]) -> SaveReport:
         """See `PageLoader.save`."""
         plans = [self._plan(unit) for unit in units]
-        before = self._context.counters.bytes_saved
         for unit, _, objects in plans:
             await self._save_unit(unit, [item for item in objects if item.status is None])
         outcomes = {unit.request_id: _outcome(unit, components, objects) for unit, components, objects in plans}
         for outcome in outcomes.values():
             self._context.counters.saves.update(page.status for page in outcome.pages)
-        return SaveReport(outcomes, self._context.counters.bytes_saved - before)
+        saved = sum(item.size for _, _, objects in plans for item in objects if item.status is SaveStatus.SAVED)
+        return SaveReport(outcomes, saved)
 
     def _plan(self, unit: TransferUnit) -> tuple[TransferUnit, list[ResolvedComponent], list[_Object]]:
         context = self._context

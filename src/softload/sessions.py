@@ -197,11 +197,15 @@ class SessionTable:
         fresh = [session for session in sessions if session.state is SessionState.STARTING]
         answers: dict[str, Session | PageStatus] = {}
         done = anyio.Event()
+        was_lost = self._health.master_lost
 
         def returned(call: NativeCall[list[PageStatus]]) -> None:
             self._out.discard(call)
             statuses = call.value or [PageStatus.MALFORMED] * len(sessions)
             self._health.record_master(statuses)
+            if was_lost:  # asked after the outage began and answered: these come from the master that is back
+                for session in fresh:
+                    session.epoch = self._epoch
             for session, status in zip(sessions, statuses, strict=True):
                 answers[session.key] = self._started(session, status, new=session in fresh)
             self._end([session for session in sessions if not session.holders and session.state is SessionState.OPEN])

@@ -26,6 +26,28 @@ class StoreCalls:
     def __init__(self, store: PageStore) -> None:
         self.store = store
 
+    def register(self, pointer: int, nbytes: int) -> bool:
+        """Make memory known to the transport; False where it refused, or raised."""
+        try:
+            return self.store.register(pointer, nbytes) is True
+        except Exception:
+            _log.exception(events.STORE_RAISED, method="register")
+            return False
+
+    def unregister(self, pointer: int) -> None:
+        """Take back `register`."""
+        try:
+            self.store.unregister(pointer)
+        except Exception:
+            _log.exception(events.STORE_RAISED, method="unregister")
+
+    def close(self) -> None:
+        """Disconnect; a store that fails to is left alone."""
+        try:
+            self.store.close()
+        except Exception:
+            _log.exception(events.STORE_RAISED, method="close")
+
     def exists(self, keys: Sequence[str]) -> list[bool | PageStatus]:
         """Whether each key is known, or why that is not known."""
         return [

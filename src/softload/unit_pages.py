@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from softload.admission import draft_parts
 from softload.config import DraftPolicy
@@ -16,9 +16,8 @@ from softload.transfer import HitPolicy, PoolName, TransferUnit
 __all__ = ["UnitPages", "Wanted"]
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """One object that a unit needs: page `page` of `column`."""
+class Wanted(NamedTuple):
+    """One object that a unit needs: page `page` of `column`. A tuple, since there are very many and all are hashed."""
 
     column: Column
     page: int

@@ -33,8 +33,13 @@ def small_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def run(**settings: Any) -> dict[str, Any]:
-    settings = {"requests": 60, "store": "memory://?capacity=256MiB", "landing": 64 << 20, "max_running": 3} | settings
-    options = ReplayOptions(**settings)
+    defaults: dict[str, Any] = {
+        "requests": 60,
+        "store": "memory://?capacity=256MiB",
+        "landing": 64 << 20,
+        "max_running": 3,
+    }
+    options = ReplayOptions(**(defaults | settings))
     return await replay(options, options.read_requests())
 
 

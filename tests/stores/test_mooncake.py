@@ -49,6 +49,7 @@ def store(native: Native, monkeypatch: pytest.MonkeyPatch) -> Iterator[MooncakeS
     store = MooncakeStore(master="127.0.0.1:1")
     monkeypatch.setattr(store, "_prepare", lambda: lambda: native)
     monkeypatch.setattr("softload.stores.mooncake.probe_master", lambda address: "127.0.0.1")
+    monkeypatch.setattr("softload.stores.mooncake.accepts", lambda address: True)
     monkeypatch.setattr("softload.stores.mooncake.native_library", lambda: None)
     store.open()
     yield store
@@ -194,6 +195,15 @@ def test_no_descriptor_at_all_is_looked_into(
     assert [arguments for name, arguments in native.calls if name == "batch_is_exist"] == [(["a"],)]
 
 
+def test_no_descriptor_at_all_because_nobody_is_at_the_masters_address(
+    store: MooncakeStore, native: Native, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("softload.stores.mooncake.accepts", lambda address: False)
+    native.answers["batch_get_replica_desc"] = {}
+    assert list(store.descriptors(["a", "b"])) == [PageStatus.STORE_UNREACHABLE] * 2
+    assert native.count("batch_is_exist") == 0
+
+
 @pytest.mark.parametrize("answer", [None, [], RuntimeError("native")], ids=repr)
 def test_malformed_descriptors(store: MooncakeStore, native: Native, answer: object) -> None:
     native.answers["batch_get_replica_desc"] = answer
@@ -257,7 +267,8 @@ def test_nothing_native_before_open_and_after_close(store: MooncakeStore, native
     for closed in (store, unopened):
         assert all(list(call(closed)) == [PageStatus.STORE_UNREACHABLE] * 2 for _, call in PER_KEY)
         assert list(closed.descriptors(["a", "b"])) == [PageStatus.STORE_UNREACHABLE] * 2
-        assert list(closed.put_end(["a"])) == [PageStatus.NOT_FOUND]
+        assert list(closed.put_write(["a"], [1], [1])) == [PageStatus.STORE_UNREACHABLE]
+        assert list(closed.put_end(["a"])) == [PageStatus.STORE_UNREACHABLE]
         assert closed.register(1, 1) is False
         closed.unregister(1)
         closed.session_end(["a"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from softload.outcomes import LoadReport, Lookup, PageStatus, SaveReport
+from softload.outcomes import Lookup, PageStatus, SaveReport
 from softload.replay.engine_memory import Verification
 from softload.replay.jobs import Job
 from softload.replay.lru_bound import LruBound
@@ -49,10 +49,6 @@ class Ledger:
             self.metrics.lookups_refused[found.status] += 1
         self.bound.lookup(job.keys)
 
-    def loaded(self, report: LoadReport) -> None:
-        """The end of a load or placement."""
-        self.metrics.bytes_loaded += report.bytes_loaded
-
     def settled(self, job: Job, checked: Verification) -> None:
         """What of the promise was kept, and whether the restored bytes are right."""
         metrics = self.metrics
@@ -78,7 +74,6 @@ class Ledger:
 
     def saved(self, report: SaveReport) -> None:
         """What became of them."""
-        self.metrics.bytes_saved += report.bytes_saved
         for outcome in report.outcomes.values():
             self.metrics.saves.update(str(page.status) for page in outcome.pages)
 

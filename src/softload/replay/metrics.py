@@ -107,8 +107,6 @@ class Metrics:
     promised_unrestored_pages: Counter[str] = field(default_factory=Counter)
     exceptions: Counter[str] = field(default_factory=Counter)
     saves: Counter[str] = field(default_factory=Counter)
-    bytes_loaded: int = 0
-    bytes_saved: int = 0
     steps: int = 0
     rss_mid: int = 0
     first_layer: Samples = field(default_factory=Samples)

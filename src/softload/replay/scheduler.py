@@ -318,7 +318,6 @@ class Scheduler:
             self._metrics.stall.add(seconds)
 
     def _take_report(self, prompt: _Prompt, report: LoadReport) -> None:
-        self._ledger.loaded(report)
         for job in prompt.jobs:
             if job.promised:
                 job.settle(report.outcomes[job.request_id])

@@ -17,6 +17,7 @@ from typing import Final
 
 from softload.errors import StoreSetupError
 from softload.stores.children import Child
+from softload.stores.probe import accepts
 
 __all__ = ["INSTALL_HINT", "MooncakeCluster"]
 
@@ -115,7 +116,7 @@ class MooncakeCluster:
         loopback = ["--rpc_address=127.0.0.1", "--metrics_host=127.0.0.1"]
         ports = [f"--rpc_port={rpc}", f"--metrics_port={metrics}"]
         self.master = Child([str(_master_program()), *loopback, *ports, *self._flags])
-        _await(self.master, lambda: _accepts(rpc), "the master")
+        _await(self.master, lambda: accepts(self.address), "the master")
 
     def kill_owners(self) -> None:
         """End the owners: calls that wait for one of them return."""
@@ -143,14 +144,6 @@ def _free_ports() -> tuple[int, int]:
         one.bind(("127.0.0.1", 0))
         other.bind(("127.0.0.1", 0))
         return one.getsockname()[1], other.getsockname()[1]
-
-
-def _accepts(port: int) -> bool:
-    try:
-        socket.create_connection(("127.0.0.1", port), 1.0).close()
-    except OSError:
-        return False
-    return True
 
 
 def _await(child: Child, ready: Callable[[], bool], name: str) -> None:

@@ -25,6 +25,11 @@ class CallGate:
         """Calls that have not returned."""
         return self._out
 
+    @property
+    def admitting(self) -> bool:
+        """Whether calls may start."""
+        return self._admitting
+
     def admit(self) -> None:
         """From now on calls may start."""
         with self._changed:

@@ -8,9 +8,18 @@ from typing import Final
 
 from softload.errors import StoreSetupError
 
-__all__ = ["probe_master"]
+__all__ = ["accepts", "probe_master"]
 
 _DEADLINE: Final = 3.0
+
+
+def accepts(address: str, timeout: float = 1.0) -> bool:
+    """Whether something accepts connections at `address` (`host:port`); a frozen process does, too."""
+    try:
+        socket.create_connection(_parts(address), timeout).close()
+    except OSError:
+        return False
+    return True
 
 
 def probe_master(address: str) -> str:
@@ -22,9 +31,8 @@ def probe_master(address: str) -> str:
     Raises:
         StoreSetupError: nobody answered.
     """
-    host, _, port = address.rpartition(":")
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), _DEADLINE) as connection:
+        with socket.create_connection(_parts(address), _DEADLINE) as connection:
             local_address = str(connection.getsockname()[0])
             with contextlib.suppress(ConnectionError):
                 connection.sendall(bytes(64))
@@ -35,3 +43,8 @@ def probe_master(address: str) -> str:
             f"expected a Mooncake master at {address} to answer within {_DEADLINE} s, got {error!r}: start "
             "mooncake_master there, or correct the address"
         ) from error
+
+
+def _parts(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)

@@ -11,6 +11,7 @@ then turn the end of the process into a crash that hides its exit status, and bo
 from __future__ import annotations
 
 import ctypes
+import gc
 
 __all__ = ["survive_calls_at_exit"]
 
@@ -18,10 +19,12 @@ __all__ = ["survive_calls_at_exit"]
 def survive_calls_at_exit() -> None:
     """Let this process end with its own exit status although native calls are out.
 
-    For use at interpreter exit, and only where calls are out. Exit functions and the flushing of streams are not
-    affected: what is left out is the static destruction after them, and a thread that comes back too late is parked.
-    A system without glibc or libstdc++ is left as it is.
+    For use at interpreter exit, and only where a native client is left behind. Exit functions and the flushing of
+    streams are not affected: what is left out is the collection of cycles (most of a second where torch is loaded) and
+    the static destruction after it, and a thread that comes back too late is parked. A system without glibc or
+    libstdc++ is left as it is.
     """
+    gc.freeze()
     libc = ctypes.CDLL(None)
     try:
         on_exit, leave, park = libc.on_exit, libc._exit, libc.pause

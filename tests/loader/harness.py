@@ -1,0 +1,386 @@
+"""Small pools whose bytes follow from page key and buffer, and a store that lies about single keys."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio.to_thread
+import numpy as np
+import torch
+import xxhash
+
+from softload import (
+    ComponentTransfer,
+    DevicePool,
+    DevicePoolGroup,
+    LoaderConfig,
+    PageLoader,
+    PageOutcome,
+    PageStatus,
+    PageStore,
+    PoolName,
+    SaveReport,
+    SaveStatus,
+    TransferUnit,
+    UnitOutcome,
+)
+from softload.geometry import DraftBuffers, DraftMode, mha_pool_group, mla_pool_group
+from softload.protocols import Answer, Descriptor, PutAnswer
+from softload.stores import MemoryStore
+from softload.stores.wrapper import WrapperStore
+from softload.testing import HangingStore
+
+PAGE_SIZE = 4
+LAYERS = 5
+"""Groups of layers 0, 1, 2-3, 4."""
+
+MODES: tuple[dict[str, str], ...] = (
+    {"layout": "grouped"},
+    {"layout": "page", "read_mode": "whole"},
+    {"layout": "page", "read_mode": "ranges"},
+)
+MODE_IDS = ("grouped", "page-whole", "page-ranges")
+
+
+def store(**options: Any) -> MemoryStore:
+    """A small memory store."""
+    return MemoryStore(**{"capacity": 8 << 20, **options})
+
+
+def config(**options: Any) -> LoaderConfig:
+    """Settings with little landing memory and a deadline that no test without a fault comes near."""
+    return LoaderConfig(**{"landing_bytes": 4 << 20, "deadline": 20.0, "lookup_deadline": 20.0, **options})
+
+
+def keys(count: int, prefix: str = "k") -> tuple[str, ...]:
+    """Page keys of one request, in prefix order."""
+    return tuple(f"{prefix}{page}" for page in range(count))
+
+
+def slots(rows: Iterable[int]) -> torch.Tensor:
+    """Token slots of page rows."""
+    starts = torch.tensor(list(rows), dtype=torch.int64)[:, None] * PAGE_SIZE
+    return (starts + torch.arange(PAGE_SIZE)).reshape(-1)
+
+
+@dataclass(slots=True)
+class Pools:
+    """An engine's pools.
+
+    Args:
+        group: what the loader gets.
+        has_sidecar: whether units need draft components.
+    """
+
+    group: DevicePoolGroup
+    has_sidecar: bool = False
+    _before: dict[PoolName, list[torch.Tensor]] = field(default_factory=dict)
+
+    def unit(
+        self,
+        request_id: str,
+        page_keys: Sequence[str],
+        rows: Sequence[int] | None = None,
+        *,
+        draft_keys: Sequence[str] | None = None,
+        **options: Any,
+    ) -> TransferUnit:
+        """A unit of the KV pool, and of the sidecar draft if there is one, in the same rows."""
+        mine = None if rows is None else slots(rows)
+        target = (ComponentTransfer(PoolName.KV, tuple(page_keys), mine),)
+        draft = None
+        if self.has_sidecar:
+            chosen = tuple(page_keys if draft_keys is None else draft_keys)
+            draft = (ComponentTransfer(PoolName.DRAFT, chosen, None if mine is None else mine[: len(chosen) * PAGE_SIZE]),)
+        return TransferUnit(request_id, target, draft, **options)
+
+    def fill(self, page_keys: Sequence[str], rows: Sequence[int], *, pools: Iterable[PoolName] | None = None) -> None:
+        """Put the bytes of these pages into the rows, as a forward pass would."""
+        for pool in self.group.pools:
+            if pools is not None and pool.name not in pools:
+                continue
+            for index, view in enumerate(pool.page_views):
+                for key, row in zip(page_keys, rows, strict=True):
+                    view[row] = torch.from_numpy(content(key, pool.name, index, view.shape[1]))
+
+    def scramble(self, seed: int = 1) -> None:
+        """Other random bytes everywhere, and remember them."""
+        generator = torch.Generator().manual_seed(seed)
+        for pool in self.group.pools:
+            for view in pool.page_views:
+                view.copy_(torch.randint(0, 256, view.shape, dtype=torch.uint8, generator=generator))
+        self.remember()
+
+    def remember(self) -> None:
+        """Take the picture that `assert_rows_kept` compares with."""
+        self._before = {pool.name: [view.clone() for view in pool.page_views] for pool in self.group.pools}
+
+    def holds(self, key: str, row: int, *, draft: bool | None = None) -> bool:
+        """Whether a row holds the page's bytes: the target's, or the draft's, or (``None``) both."""
+        return all(
+            torch.equal(view[row], torch.from_numpy(content(key, pool.name, index, view.shape[1])))
+            for pool, index, view in self._views(draft)
+        )
+
+    def is_zero(self, row: int) -> bool:
+        """Whether the draft's part of a row is all zeros."""
+        return all(not view[row].any() for _, _, view in self._views(True))
+
+    def is_kept(self, row: int, *, draft: bool | None = None) -> bool:
+        """Whether a row is as it was remembered."""
+        return all(
+            torch.equal(view[row], self._before[pool.name][index][row]) for pool, index, view in self._views(draft)
+        )
+
+    def assert_restored(self, page_keys: Sequence[str], rows: Sequence[int], *, draft: bool | None = None) -> None:
+        """Every row holds its page."""
+        wrong = [key for key, row in zip(page_keys, rows, strict=True) if not self.holds(key, row, draft=draft)]
+        assert not wrong, f"wrong bytes in the slots of {wrong}"
+
+    def assert_rows_kept(self, except_rows: Iterable[int] = (), *, draft: bool | None = None) -> None:
+        """No byte outside `except_rows` has changed."""
+        written = set(except_rows)
+        changed = [
+            row
+            for row in range(self.group.pools[0].num_pages)
+            if row not in written and not self.is_kept(row, draft=draft)
+        ]
+        assert not changed, f"rows {changed} have changed"
+
+    def _views(self, draft: bool | None) -> Iterable[tuple[DevicePool, int, torch.Tensor]]:
+        for pool in self.group.pools:
+            for index, view in enumerate(pool.page_views):
+                if draft is None or pool.is_draft_buffer(index) is draft:
+                    yield pool, index, view
+
+
+def make_pools(
+    *,
+    layers: int = LAYERS,
+    pages: int = 48,
+    width: int = 24,
+    family: str = "mla",
+    draft: DraftMode | None = None,
+    draft_layers: int = 2,
+) -> Pools:
+    """Pools of random bytes.
+
+    Args:
+        layers: of the target.
+        pages: rows.
+        width: bytes per token and layer.
+        family: `mla`, or `mha` for K and V apart.
+        draft: packed, sidecar or none.
+        draft_layers: of the draft.
+    """
+
+    def buffers(count: int) -> list[torch.Tensor]:
+        return [torch.zeros(pages * PAGE_SIZE, 1, width, dtype=torch.uint8) for _ in range(count)]
+
+    both = (buffers, buffers) if family == "mha" else (buffers,)
+    attached = None
+    if draft is not None:
+        attached = DraftBuffers(
+            pools={PoolName.KV: tuple(make(draft_layers) for make in both)}, page_size=PAGE_SIZE, mode=draft
+        )
+    if family == "mha":
+        group = mha_pool_group(buffers(layers), buffers(layers), PAGE_SIZE, draft=attached)
+    else:
+        group = mla_pool_group(buffers(layers), PAGE_SIZE, draft=attached)
+    pools = Pools(group, has_sidecar=draft is DraftMode.SIDECAR)
+    pools.scramble()
+    return pools
+
+
+def content(key: str, pool: PoolName, buffer: int, nbytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    """What a page must hold in one buffer."""
+    seed = xxhash.xxh3_64_intdigest(f"{key}\x00{pool}\x00{buffer}".encode())
+    return np.random.Generator(np.random.SFC64(seed)).integers(0, 256, nbytes, dtype=np.uint8)
+
+
+async def put(loader: PageLoader, pools: Pools, page_keys: Sequence[str]) -> SaveReport:
+    """Store pages by a save from the last rows, and leave the pools in other random bytes."""
+    rows = list(range(pools.group.pools[0].num_pages - len(page_keys), pools.group.pools[0].num_pages))
+    pools.fill(page_keys, rows)
+    report = await loader.save([pools.unit("put", page_keys, rows)])
+    assert {page.status for page in report.outcomes["put"].pages} <= {SaveStatus.SAVED, SaveStatus.PRESENT}
+    pools.scramble(seed=len(page_keys))
+    return report
+
+
+def is_of(*page_keys: str) -> Callable[[str], bool]:
+    """Whether an object key is of one of these pages, in either layout."""
+    return lambda key: any(f"/{page}/" in key or key.startswith(f"{page}_") for page in page_keys)
+
+
+def any_of(*page_keys: str) -> Callable[[Sequence[str]], bool]:
+    """Whether a call is about one of these pages: for `HangingStore.hold`."""
+    chosen = is_of(*page_keys)
+    return lambda object_keys: any(chosen(key) for key in object_keys)
+
+
+async def arrived(hanging: HangingStore, method: str, calls: int = 1) -> None:
+    """Wait until `calls` calls are held at `method`."""
+    assert await anyio.to_thread.run_sync(lambda: hanging.wait_held(method, calls)), f"{method} was not called"
+
+
+@asynccontextmanager
+async def opened(page_store: PageStore, pools: Pools, **options: Any) -> AsyncIterator[PageLoader]:
+    """A loader over a store; calls that a test held are released before it closes, whatever happened."""
+    async with PageLoader(page_store, pools.group, config=config(**options)) as loader:
+        try:
+            yield loader
+        finally:
+            if isinstance(page_store, HangingStore):
+                page_store.release()
+
+
+async def settle(loader: PageLoader) -> None:
+    """Wait until nothing is under way, then check that nothing is held."""
+    with anyio.fail_after(10):
+        await loader.drain()
+        while loader.statistics().open_sessions:
+            await anyio.sleep(0.001)
+    assert_idle(loader)
+
+
+def assert_idle(loader: PageLoader) -> None:
+    """No slots, sessions, units or landing memory are held but what is kept for later units."""
+    now = loader.statistics()
+    assert now.active_units == 0
+    assert now.held_slots == 0
+    assert now.open_sessions == 0
+    assert now.sessions_opened == now.sessions_ended
+    assert now.quarantined_bytes == 0
+    assert now.waiting_grants == 0
+    assert now.landing_bytes_in_use == now.kept_bytes
+
+
+def missed(outcome: UnitOutcome) -> list[PageStatus]:
+    """The statuses of the pages that were not restored."""
+    return [page.status for page in outcome.pages[outcome.restored_pages :]]
+
+
+def assert_outcome(outcome: UnitOutcome, restored: int, status: PageStatus | None = None) -> None:
+    """The first pages are restored; the next one is a miss with `status`, those after it follow it."""
+    assert [page.page for page in outcome.pages] == list(range(outcome.requested_pages))
+    assert outcome.restored_pages == outcome.prefill_from_page == restored, outcome
+    assert all(page == PageOutcome(page.page, PageStatus.LOADED) for page in outcome.pages[:restored])
+    assert PageStatus.LOADED not in missed(outcome)
+    if status is not None:
+        assert missed(outcome)[0] is status, outcome
+
+
+async def load(loader: PageLoader, *units: TransferUnit) -> Mapping[str, UnitOutcome]:
+    """Load to the end."""
+    async with loader.load(units) as handle:
+        return (await handle.report()).outcomes
+
+
+@dataclass(slots=True)
+class _Lie:
+    method: str
+    when: Callable[[str], bool]
+    answer: object
+    times: int
+    skip: int
+
+
+class LyingStore(WrapperStore):
+    """Answers something else for single keys: `lie("read", is_of("k3"), PageStatus.TRANSFER_FAILED)`.
+
+    The inner store is asked all the same; what it wrote stays written.
+    """
+
+    def __init__(self, inner: PageStore) -> None:
+        super().__init__(inner)
+        self._lock = threading.Lock()
+        self._lies: list[_Lie] = []
+
+    def lie(
+        self, method: str, when: Callable[[str], bool], answer: object, *, times: int = 1 << 30, skip: int = 0
+    ) -> None:
+        """Answer `answer`, or a callable's answer to (key, truth), for `times` keys that fit, after the first `skip`."""
+        with self._lock:
+            self._lies.append(_Lie(method, when, answer, times, skip))
+
+    def be_honest(self) -> None:
+        """No more lies."""
+        with self._lock:
+            self._lies.clear()
+
+    def exists(self, keys: Sequence[str]) -> Sequence[bool | PageStatus]:
+        return self._told("exists", keys, super().exists(keys))
+
+    def descriptors(self, keys: Sequence[str]) -> Sequence[Descriptor | PageStatus]:
+        return self._told("descriptors", keys, super().descriptors(keys))
+
+    def read(self, keys: Sequence[str], pointers: Sequence[int], sizes: Sequence[int]) -> Sequence[Answer]:
+        return self._told("read", keys, super().read(keys, pointers, sizes))
+
+    def session_start(self, keys: Sequence[str]) -> Sequence[Answer]:
+        return self._told("session_start", keys, super().session_start(keys))
+
+    def read_ranges(
+        self,
+        keys: Sequence[str],
+        pointers: Sequence[Sequence[int]],
+        sizes: Sequence[Sequence[int]],
+        offsets: Sequence[Sequence[int]],
+    ) -> Sequence[Answer]:
+        return self._told("read_ranges", keys, super().read_ranges(keys, pointers, sizes, offsets))
+
+    def put_start(self, keys: Sequence[str], sizes: Sequence[int]) -> Sequence[PutAnswer]:
+        return self._told("put_start", keys, super().put_start(keys, sizes))
+
+    def put_write(self, keys: Sequence[str], pointers: Sequence[int], sizes: Sequence[int]) -> Sequence[Answer]:
+        return self._told("put_write", keys, super().put_write(keys, pointers, sizes))
+
+    def put_end(self, keys: Sequence[str]) -> Sequence[Answer]:
+        return self._told("put_end", keys, super().put_end(keys))
+
+    def _told(self, method: str, keys: Sequence[str], truths: Sequence[Any]) -> list[Any]:
+        answers = list(truths)
+        with self._lock:
+            for index, key in enumerate(keys):
+                for lie in self._lies:
+                    if lie.method == method and lie.times and lie.when(key):
+                        if lie.skip:
+                            lie.skip -= 1
+                            continue
+                        lie.times -= 1
+                        answers[index] = lie.answer(key, answers[index]) if callable(lie.answer) else lie.answer
+                        break
+        return answers
+
+
+class ForgingStore(WrapperStore):
+    """Whole reads of keys in `forged` bring other bytes: `forged[key]` gets the bytes that were read, writable."""
+
+    def __init__(self, inner: PageStore) -> None:
+        super().__init__(inner)
+        self.forged: list[tuple[Callable[[str], bool], Callable[[np.ndarray], None]]] = []
+
+    def forge(self, when: Callable[[str], bool], change: Callable[[np.ndarray], None]) -> None:
+        """From now on `change` gets the bytes read of keys that fit."""
+        self.forged.append((when, change))
+
+    def read(self, keys: Sequence[str], pointers: Sequence[int], sizes: Sequence[int]) -> Sequence[Answer]:
+        answers = super().read(keys, pointers, sizes)
+        for key, pointer, size in zip(keys, pointers, sizes, strict=True):
+            for when, change in self.forged:
+                if when(key):
+                    change(np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(pointer)))
+        return answers
+
+
+def from_call(number: int) -> Callable[[Sequence[str]], bool]:
+    """For `HangingStore.hold`: hold call `number`, from 0, and all that come after it."""
+    calls = itertools.count()
+    return lambda _: next(calls) >= number

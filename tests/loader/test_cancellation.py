@@ -1,0 +1,362 @@
+"""A store hangs at one named point and its caller is cancelled, runs out of time, or the loader closes."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+
+import anyio
+import anyio.lowlevel
+import pytest
+from anyio.lowlevel import checkpoint
+
+from softload import LoaderClosedError, PageLoader, PageStatus, SaveStatus, UnitOutcome
+from softload.testing import HangingStore, RecordingStore
+
+from .harness import (
+    LAYERS,
+    MODE_IDS,
+    MODES,
+    arrived,
+    assert_outcome,
+    config,
+    keys,
+    load,
+    make_pools,
+    opened,
+    put,
+    settle,
+    store,
+)
+
+pytestmark = pytest.mark.asyncio
+
+modes = pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
+POINTS = [
+    pytest.param("descriptors", MODES[0], id="descriptors"),
+    pytest.param("read", MODES[0], id="read-grouped"),
+    pytest.param("read", MODES[1], id="read-page"),
+    pytest.param("session_start", MODES[2], id="session_start"),
+    pytest.param("read_ranges", MODES[2], id="read_ranges"),
+    pytest.param("session_end", MODES[2], id="session_end"),
+]
+SAVE_POINTS = ("put_start", "put_write", "put_end")
+
+
+async def assert_well(loader: PageLoader, hanging: HangingStore, pools: object = None) -> None:
+    """Once the held calls have returned nothing is held, and the next load works, over the same slots."""
+    hanging.release()
+    await settle(loader)
+    assert loader.statistics().stuck_threads == 0
+
+
+@pytest.mark.parametrize(("point", "mode"), POINTS)
+@pytest.mark.parametrize("how", ["leave", "cancel", "deadline"])
+async def test_load_ends_while_the_store_hangs(point: str, mode: dict[str, str], how: str) -> None:
+    pools = make_pools()
+    hanging = HangingStore(store())
+    async with opened(hanging, pools, **mode) as loader:
+        await put(loader, pools, keys(6))
+        hanging.hold(point)
+        unit = pools.unit("a", keys(6), range(6), deadline=0.15 if how == "deadline" else 20.0)
+        with anyio.fail_after(5), anyio.CancelScope() as scope:
+            async with loader.load([unit]) as handle:
+                await arrived(hanging, point)
+                if how == "cancel":
+                    scope.cancel()
+                if how != "leave":
+                    outcome = (await handle.report()).outcomes["a"]
+                    # A session that cannot be ended holds nobody up: its bytes have landed.
+                    assert_outcome(outcome, *((6, None) if point == "session_end" else (0, PageStatus.TIMED_OUT)))
+        assert (how == "cancel") is scope.cancelled_caught
+        now = loader.statistics()
+        assert (now.held_slots, now.active_units) == (0, 0)
+        if point in ("read", "read_ranges"):
+            assert now.quarantined_bytes > 0
+            assert now.stuck_threads == 1
+        # The slots are the engine's again: nothing of ours writes them any more, also not when the call returns.
+        pools.scramble(seed=77)
+        await assert_well(loader, hanging)
+        pools.assert_rows_kept()
+        loader.computed(pools.unit("a", keys(6), range(6)), 0)
+        assert_outcome((await load(loader, pools.unit("b", keys(6), range(6))))["b"], 6)
+        pools.assert_restored(keys(6), range(6))
+        await settle(loader)
+
+
+@pytest.mark.parametrize(("point", "mode"), POINTS)
+async def test_close_while_the_store_hangs(point: str, mode: dict[str, str], quick_close: None) -> None:
+    pools = make_pools()
+    hanging = HangingStore(store())
+    outcomes: list[UnitOutcome] = []
+    woken: list[str] = []
+    try:
+        async with anyio.create_task_group() as tasks:
+            async with PageLoader(hanging, pools.group, config=config(**mode)) as loader:
+                await put(loader, pools, keys(6))
+                hanging.hold(point)
+
+                async def wait(loader: PageLoader = loader) -> None:
+                    async with loader.load([pools.unit("a", keys(6), range(6))]) as handle:
+                        async with anyio.create_task_group() as waiters:
+
+                            async def layer(number: int) -> None:
+                                await handle.layer(number)
+                                woken.append(f"layer {number}")
+
+                            waiters.start_soon(layer, 0)
+                            waiters.start_soon(layer, LAYERS - 1)
+                            outcomes.append((await handle.report()).outcomes["a"])
+
+                tasks.start_soon(wait)
+                await arrived(hanging, point)
+            with anyio.fail_after(5):
+                while not outcomes:
+                    await checkpoint()
+        assert sorted(woken) == ["layer 0", f"layer {LAYERS - 1}"]
+        if point != "session_end":
+            assert_outcome(outcomes[0], 0, PageStatus.CANCELLED)
+            pools.assert_rows_kept()
+        with pytest.raises(LoaderClosedError):
+            loader.load([])
+        pools.scramble(seed=78)
+    finally:
+        hanging.release()
+    with anyio.fail_after(5):  # threads end, and what they hold with them
+        while any(thread.name.startswith("softload-") for thread in threading.enumerate()):
+            await anyio.sleep(0.005)
+    pools.assert_rows_kept()
+
+
+@modes
+async def test_prefetch_left_or_cancelled_while_the_store_hangs(mode: dict[str, str]) -> None:
+    point = "read_ranges" if mode.get("read_mode") == "ranges" else "read"
+    pools = make_pools()
+    hanging = HangingStore(store())
+    async with opened(hanging, pools, **mode) as loader:
+        await put(loader, pools, keys(6))
+        hanging.hold(point)
+        with anyio.fail_after(5):
+            async with loader.prefetch([pools.unit("a", keys(6))]):
+                await arrived(hanging, point)
+            with anyio.move_on_after(0.05):
+                async with loader.prefetch([pools.unit("b", keys(6))]) as handle:
+                    await handle.landed()
+        await assert_well(loader, hanging)
+        assert_outcome((await load(loader, pools.unit("c", keys(6), range(6))))["c"], 6)
+        pools.assert_restored(keys(6), range(6))
+
+
+@modes
+@pytest.mark.parametrize("kind", ["load", "prefetch"])
+async def test_cancelled_before_it_started(mode: dict[str, str], kind: str) -> None:
+    pools = make_pools()
+    recording = RecordingStore(store())
+    async with opened(recording, pools, **mode) as loader:
+        await put(loader, pools, keys(6))
+        recording.clear()
+        if kind == "load":
+            async with loader.load([pools.unit("a", keys(6), range(6))]):
+                assert loader.statistics().held_slots == 6
+        else:
+            async with loader.prefetch([pools.unit("a", keys(6))]):
+                pass
+        await settle(loader)
+        assert recording.calls == ()
+        pools.assert_rows_kept()
+
+
+@modes
+async def test_left_after_the_report_changes_nothing(mode: dict[str, str]) -> None:
+    pools = make_pools()
+    async with opened(store(), pools, **mode) as loader:
+        await put(loader, pools, keys(6))
+        async with loader.load([pools.unit("a", keys(6), range(6))]) as handle:
+            first = await handle.report()
+            assert await handle.report() is first
+        await handle.__aexit__(None, None, None)  # left twice
+        assert (await handle.report()) is first
+        assert loader.statistics().restored_pages == 6
+        await settle(loader)
+
+
+@modes
+async def test_exception_in_the_body_cancels_the_load(mode: dict[str, str]) -> None:
+    pools = make_pools()
+    hanging = HangingStore(store())
+    async with opened(hanging, pools, **mode) as loader:
+        await put(loader, pools, keys(6))
+        hanging.hold("descriptors")
+        with anyio.fail_after(5), pytest.raises(ZeroDivisionError):
+            async with loader.load([pools.unit("a", keys(6), range(6))]):
+                await arrived(hanging, "descriptors")
+                raise ZeroDivisionError
+        await assert_well(loader, hanging)
+
+
+async def test_exception_in_the_loaders_body_comes_out_as_it_is() -> None:
+    with pytest.raises(ZeroDivisionError):
+        async with opened(store(), make_pools()):
+            raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("how", ["cancel", "deadline", "close"])
+async def test_lookup_ends_while_the_store_hangs(how: str, quick_close: None) -> None:
+    pools = make_pools()
+    hanging = HangingStore(store())
+    statuses: list[PageStatus | None] = []
+    try:
+        async with anyio.create_task_group() as tasks:
+            options = {"lookup_deadline": 0.1} if how == "deadline" else {}
+            async with PageLoader(hanging, pools.group, config=config(**options)) as loader:
+                await put(loader, pools, keys(6))
+                hanging.hold("exists")
+
+                async def look(loader: PageLoader = loader) -> None:
+                    found = await loader.lookup(pools.unit("a", keys(6)))
+                    assert found.pages == 0
+                    statuses.append(found.status)
+
+                with anyio.fail_after(5):
+                    if how == "deadline":
+                        await look()
+                        assert statuses == [PageStatus.TIMED_OUT]
+                    elif how == "cancel":
+                        async with anyio.create_task_group() as scope:
+                            scope.start_soon(look)
+                            await arrived(hanging, "exists")
+                            scope.cancel_scope.cancel()
+                    else:
+                        tasks.start_soon(look)
+                        await arrived(hanging, "exists")
+                if how != "close":
+                    hanging.release()
+                    await settle(loader)
+                    assert loader.statistics().stuck_threads == 0
+                    assert (await loader.lookup(pools.unit("b", keys(6)))).pages == 6
+            with anyio.fail_after(2):
+                while how == "close" and not statuses:
+                    await anyio.sleep(0.001)
+    finally:
+        hanging.release()
+
+
+@pytest.mark.parametrize("point", SAVE_POINTS)
+@pytest.mark.parametrize("how", ["cancel", "deadline"])
+async def test_save_ends_while_the_store_hangs(point: str, how: str) -> None:
+    """Its slots are the engine's again at once: what the late call writes is what they held when they were offered."""
+    pools = make_pools()
+    hanging = HangingStore(store())
+    async with opened(hanging, pools, save_deadline=0.1 if how == "deadline" else 20.0) as loader:
+        pools.fill(keys(6), range(6))
+        hanging.hold(point)
+        unit = pools.unit("a", keys(6), range(6))
+        with anyio.fail_after(5), anyio.CancelScope() as scope:
+            if how == "deadline":
+                report = await loader.save([unit])
+                assert {page.status for page in report.outcomes["a"].pages} == {SaveStatus.TIMED_OUT}
+            else:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(loader.save, [unit])
+                    await arrived(hanging, point)
+                    scope.cancel()
+        assert loader.statistics().quarantined_bytes > 0
+        pools.scramble(seed=5)
+        await assert_well(loader, hanging)
+        pools.assert_rows_kept()
+        # Whatever the late call stored, it is right, and what it did not can be stored now.
+        pools.fill(keys(6), range(6))
+        report = await loader.save([unit])
+        assert {page.status for page in report.outcomes["a"].pages} <= {SaveStatus.SAVED, SaveStatus.PRESENT}
+        pools.scramble(seed=6)
+        assert_outcome((await load(loader, pools.unit("b", keys(6), range(6))))["b"], 6)
+        pools.assert_restored(keys(6), range(6))
+        await settle(loader)
+
+
+@pytest.mark.parametrize("point", SAVE_POINTS)
+async def test_close_while_a_save_hangs(point: str, quick_close: None) -> None:
+    pools = make_pools()
+    hanging = HangingStore(store())
+    done: list[set[SaveStatus]] = []
+    try:
+        async with anyio.create_task_group() as tasks:
+            async with PageLoader(hanging, pools.group, config=config(write_lanes=1)) as loader:
+                hanging.hold(point)
+
+                async def save(prefix: str, loader: PageLoader = loader) -> None:
+                    report = await loader.save([pools.unit(prefix, keys(6, prefix), range(6))])
+                    done.append({page.status for page in report.outcomes[prefix].pages})
+
+                tasks.start_soon(save, "a")
+                await arrived(hanging, point)
+                tasks.start_soon(save, "b")  # queued behind it
+                await anyio.wait_all_tasks_blocked()
+            with anyio.fail_after(2):
+                while len(done) < 2:
+                    await anyio.sleep(0.001)
+        assert not any(SaveStatus.SAVED in statuses for statuses in done)
+    finally:
+        hanging.release()
+
+
+@pytest.mark.parametrize("how", ["cancel", "exception", "refused"])
+async def test_registering_memory_hangs_or_fails(how: str, quick_close: None) -> None:
+    from softload import StoreSetupError
+    from softload.testing import ScriptedStore
+
+    pools = make_pools()
+    inner = store()
+    hanging = HangingStore(inner)
+    scripted = ScriptedStore(hanging)
+    try:
+        if how == "cancel":
+            hanging.hold("register")
+            with anyio.fail_after(5), anyio.move_on_after(0.1) as scope:
+                async with PageLoader(scripted, pools.group, config=config()):
+                    raise AssertionError("it must not open")
+            assert scope.cancelled_caught
+        else:
+            scripted.script("register", RuntimeError("no") if how == "exception" else False)
+            with pytest.raises(StoreSetupError, match="landing memory"):
+                async with PageLoader(scripted, pools.group, config=config()):
+                    raise AssertionError("it must not open")
+    finally:
+        hanging.release()
+    with pytest.raises(LoaderClosedError):  # the store was closed again
+        inner.open()
+
+
+async def test_what_hangs_for_one_holds_no_other_up() -> None:
+    from .harness import any_of
+
+    pools = make_pools()
+    hanging = HangingStore(store())
+    async with opened(hanging, pools, read_batch_objects=1) as loader:
+        await put(loader, pools, [*keys(4, "a"), *keys(4, "b")])
+        hanging.hold("read", any_of("a2"))
+        units = [pools.unit("A", keys(4, "a"), range(4), deadline=0.3), pools.unit("B", keys(4, "b"), range(4, 8))]
+        with anyio.fail_after(5):
+            outcomes = await load(loader, *units)
+        assert_outcome(outcomes["A"], 2, PageStatus.TIMED_OUT)
+        assert_outcome(outcomes["B"], 4)
+        pools.assert_restored([*keys(2, "a"), *keys(4, "b")], [0, 1, 4, 5, 6, 7])
+        pools.assert_rows_kept(range(8))
+        await assert_well(loader, hanging)
+
+
+@modes
+async def test_cancelling_one_waiter_leaves_the_load_alone(mode: dict[str, str]) -> None:
+    point = "read_ranges" if mode.get("read_mode") == "ranges" else "read"
+    pools = make_pools()
+    hanging = HangingStore(store())
+    async with opened(hanging, pools, **mode) as loader:
+        await put(loader, pools, keys(4))
+        hanging.hold(point)
+        async with loader.load([pools.unit("a", keys(4), range(4))]) as handle:
+            await arrived(hanging, point)
+            for wait in (handle.report, handle.draft, lambda: handle.layer(0)):
+                with suppress(TimeoutError), anyio.fail_after(0.01):
+                    await wait()
+            hanging.release()
+            assert_outcome((await handle.report()).outcomes["a"], 4)

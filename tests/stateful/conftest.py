@@ -1,0 +1,17 @@
+"""Settings of the state machine: the same runs every time, many more of them with HYPOTHESIS_PROFILE=deep."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+_UNLIKE_FUNCTIONS = (HealthCheck.too_slow, HealthCheck.filter_too_much)
+
+settings.register_profile(
+    "quick", derandomize=True, deadline=None, max_examples=100, suppress_health_check=_UNLIKE_FUNCTIONS
+)
+settings.register_profile(
+    "deep", derandomize=False, deadline=None, max_examples=3000, suppress_health_check=_UNLIKE_FUNCTIONS
+)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))

@@ -1,0 +1,187 @@
+"""Breakers and the negative cache on a clock that the test moves."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from softload.health import Breaker, Health, NegativeCache
+from softload.outcomes import PageStatus
+
+
+class ManualClock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def opened(clock: ManualClock, jitter: float = 0.5) -> Breaker:
+    breaker = Breaker("owner", clock, lambda: jitter)
+    for _ in range(3):
+        breaker.record(False)
+    assert breaker.is_open
+    return breaker
+
+
+@given(st.lists(st.booleans(), max_size=30))
+def test_it_opens_when_three_of_the_last_five_outcomes_are_outages(outcomes: list[bool]) -> None:
+    breaker = Breaker("owner", ManualClock(), lambda: 0.5)
+    last: deque[bool] = deque(maxlen=5)
+    for good in outcomes:
+        assert breaker.allows()
+        breaker.record(good)
+        last.append(good)
+        expected = last.count(False) >= 3 and not good
+        assert breaker.is_open == expected
+        if expected:
+            break
+
+
+@pytest.mark.parametrize("jitter", [0.0, 0.5, 1.0])
+def test_the_cool_down_doubles_from_one_to_thirty_seconds(jitter: float) -> None:
+    clock = ManualClock()
+    breaker = opened(clock, jitter)
+    for expected in (1, 2, 4, 8, 16, 30, 30):
+        wait = expected * (0.75 + 0.5 * jitter)
+        clock.now += wait - 0.001
+        assert breaker.refuses and not breaker.allows()
+        clock.now += 0.002
+        assert not breaker.refuses and breaker.allows()
+        breaker.record(False)
+    clock.now += 60
+    assert breaker.allows()
+    breaker.record(True)
+    assert not breaker.is_open
+    for _ in range(3):
+        breaker.record(False)
+    clock.now += 1.3
+    assert not breaker.refuses, "a success starts the cool-down from the beginning"
+
+
+def test_there_is_one_probe_at_a_time_and_its_permit_comes_back() -> None:
+    clock = ManualClock()
+    breaker = opened(clock)
+    clock.now += 2
+    assert breaker.allows()
+    assert not breaker.allows() and breaker.refuses
+    breaker.give_back()
+    assert breaker.allows()
+    breaker.record(True)
+    assert breaker.allows() and breaker.allows()
+
+
+def test_a_look_takes_no_permit() -> None:
+    clock = ManualClock()
+    breaker = opened(clock)
+    clock.now += 2
+    for _ in range(3):
+        assert not breaker.refuses
+    assert breaker.allows()
+
+
+def test_outages_of_calls_from_before_it_opened_do_not_keep_it_open() -> None:
+    clock = ManualClock()
+    breaker = opened(clock)
+    for _ in range(10):
+        breaker.record(False)
+    clock.now += 1.001
+    assert not breaker.refuses
+
+
+@given(st.lists(st.sampled_from(["good", "bad", "ask", "back", "wait"]), max_size=60), st.floats(0, 1))
+def test_whatever_happens_the_next_probe_is_never_more_than_its_cool_down_away(steps: list[str], jitter: float) -> None:
+    clock = ManualClock()
+    breaker = Breaker("owner", clock, lambda: jitter)
+    permits = 0
+    for step in steps:
+        if step == "ask":
+            permits += breaker.allows() and breaker.is_open
+        elif step == "wait":
+            clock.now += 5
+        elif step == "back":
+            breaker.give_back()
+        else:
+            breaker.record(step == "good")
+            assert not (step == "good" and breaker.is_open)
+    breaker.give_back()
+    clock.now += 30 * 1.25 + 0.001
+    assert breaker.allows()
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("add"), st.sampled_from("abcdef"), st.sampled_from(PageStatus)),
+            st.tuples(st.just("discard"), st.sampled_from("abcdef"), st.none()),
+            st.tuples(st.just("wait"), st.integers(0, 70), st.none()),
+        ),
+        max_size=40,
+    )
+)
+def test_the_negative_cache_forgets_in_time_and_is_bounded(steps: list[tuple[str, object, PageStatus | None]]) -> None:
+    clock = ManualClock()
+    cache = NegativeCache(4, clock)
+    until: dict[str, float] = {}
+    for kind, what, status in steps:
+        if kind == "wait":
+            clock.now += float(str(what))
+        elif kind == "discard":
+            cache.discard(str(what))
+            until.pop(str(what), None)
+        else:
+            assert status is not None
+            cache.add(str(what), status)
+            seconds = {PageStatus.NO_MEMORY_REPLICA: 2, PageStatus.CORRUPT: 60}.get(status, 10)
+            until.pop(str(what), None)
+            until[str(what)] = clock.now + seconds
+            for oldest in list(until)[:-4]:
+                del until[oldest]
+        assert len(cache) <= 4
+        for key in "abcdef":
+            if key in cache:
+                assert clock.now < until[key], "forgotten keys stay forgotten"
+            else:
+                # Those that are over may have made room for others, never the other way round.
+                assert not (clock.now < until.get(key, 0))
+                until.pop(key, None)
+
+
+def test_statistics_name_what_is_broken() -> None:
+    clock = ManualClock()
+    health = Health(clock=clock)
+    for _ in range(3):
+        health.endpoint("10.0.0.1").record(False)
+        health.master_timed_out()
+    health.negative.add("key", PageStatus.NOT_FOUND)
+    health.suppress("request")
+    statistics = health.statistics()
+    assert statistics.open_breakers == ("10.0.0.1", "master")
+    assert (statistics.negative_keys, statistics.suppressed_requests) == (1, 1)
+    health.unsuppress("request")
+    assert health.statistics().suppressed_requests == 0
+
+
+def test_one_dead_owner_is_not_another() -> None:
+    health = Health(clock=ManualClock())
+    for _ in range(5):
+        health.endpoint("dead").record(False)
+    assert health.endpoint("dead").refuses
+    assert health.endpoint("well").allows() and health.master.allows()
+
+
+def test_sessions_are_void_once_the_master_is_back_and_only_then() -> None:
+    health = Health(clock=ManualClock())
+    back: list[None] = []
+    health.on_master_back = lambda: back.append(None)
+    health.record_master([PageStatus.NOT_FOUND])
+    health.record_master([PageStatus.STORE_UNREACHABLE])
+    health.record_master([PageStatus.STORE_UNREACHABLE])
+    assert not back
+    health.record_master([PageStatus.LOADED])
+    health.record_master([PageStatus.LOADED])
+    assert len(back) == 1

@@ -1,0 +1,290 @@
+"""Blocking calls: lanes, stuck threads and their replacements, refusal, withdrawal, and returns after the end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import anyio
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from softload.native_calls import CallGroup, NativeCall, RefusedError
+
+asynchronous = pytest.mark.asyncio
+
+
+class Held:
+    """A function that waits on its thread until it is let go."""
+
+    def __init__(self) -> None:
+        self.entered = threading.Event()
+        self._go = threading.Event()
+
+    def __call__(self) -> str:
+        self.entered.set()
+        assert self._go.wait(30)
+        return "done"
+
+    def let_go(self) -> None:
+        self._go.set()
+
+
+@contextmanager
+def held(count: int) -> Iterator[list[Held]]:
+    """Held functions that are let go at the end, also of a test that failed."""
+    functions = [Held() for _ in range(count)]
+    try:
+        yield functions
+    finally:
+        for function in functions:
+            function.let_go()
+
+
+def submit(group: CallGroup, function: Callable[[], str]) -> tuple[NativeCall[str], asyncio.Event]:
+    returned = asyncio.Event()
+    call = NativeCall(function, lambda _: returned.set())
+    group.submit(call)
+    return call, returned
+
+
+def threads_of(group: CallGroup) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == f"softload-{group.name}"]
+
+
+@asynchronous
+async def test_no_more_calls_run_than_there_are_lanes() -> None:
+    group = CallGroup("lanes", width=2, max_stuck=0)
+    with held(4) as functions:
+        calls = [submit(group, function) for function in functions]
+        assert group.statistics().running == 2 and group.statistics().queued == 2
+        for function, (_, returned) in zip(functions, calls, strict=True):
+            function.let_go()
+            await returned.wait()
+        assert [call.value for call, _ in calls] == ["done"] * 4
+    assert group.statistics().running == group.statistics().queued == 0
+    assert group.statistics().threads <= 2
+    group.close()
+
+
+@asynchronous
+@pytest.mark.parametrize("max_stuck", [0, 1, 3])
+async def test_stuck_calls_are_replaced_up_to_the_bound_and_then_refused(max_stuck: int) -> None:
+    group = CallGroup(f"stuck{max_stuck}", width=1, max_stuck=max_stuck)
+    with held(max_stuck + 1) as functions:
+        calls = []
+        for function in functions:
+            call, returned = submit(group, function)
+            assert await asyncio.to_thread(function.entered.wait, 10), "its lane was replaced"
+            call.abandon()
+            call.abandon()  # once is enough, twice is no more
+            calls.append((call, returned))
+        assert group.saturated and group.statistics().stuck == max_stuck + 1
+        with pytest.raises(RefusedError):
+            submit(group, lambda: "late")
+        assert group.statistics().refused == 1
+        functions[0].let_go()
+        await calls[0][1].wait()
+        assert not group.saturated
+        assert await group.run(lambda: "again") == "again"
+    for _, returned in calls:
+        await returned.wait()
+    assert group.statistics().stuck == group.statistics().running == 0
+    assert group.statistics().threads <= 1, "stand-ins are sent away"
+    group.close()
+
+
+@asynchronous
+async def test_a_call_that_did_not_start_can_be_taken_back_and_never_runs() -> None:
+    group = CallGroup("withdrawn", width=1, max_stuck=0)
+    ran: list[str] = []
+    with held(1) as (first,):
+        running, returned = submit(group, first)
+        queued = NativeCall(lambda: ran.append("queued"), lambda _: ran.append("returned"))
+        group.submit(queued)
+        assert queued.withdraw() and not running.withdraw()
+        first.let_go()
+        await returned.wait()
+        assert await group.run(lambda: "next") == "next"
+    assert ran == []
+    group.close()
+
+
+@asynchronous
+async def test_a_call_that_nobody_wants_any_more_is_skipped_right_before_it_would_run() -> None:
+    group = CallGroup("prepared", width=1, max_stuck=0)
+    ran: list[str] = []
+    group.submit(NativeCall(lambda: ran.append("ran"), lambda _: None, prepare=lambda: False))
+    assert await group.run(lambda: "next") == "next"
+    assert ran == [] and group.statistics().calls == 1
+    group.close()
+
+
+@asynchronous
+async def test_lower_priorities_go_first_and_equal_ones_in_turn() -> None:
+    group = CallGroup("priorities", width=1, max_stuck=0)
+    order: list[str] = []
+    done = anyio.Event()
+    with held(1) as (first,):
+        submit(group, first)
+        for name, priority in (("c", 2.0), ("a", 1.0), ("d", 2.0), ("b", 1.0), ("last", 3.0)):
+            group.submit(
+                NativeCall(
+                    lambda name=name: order.append(name),  # type: ignore[misc]
+                    lambda _, name=name: done.set() if name == "last" else None,  # type: ignore[misc]
+                    priority=priority,
+                )
+            )
+    await done.wait()
+    assert order == ["a", "b", "c", "d", "last"]
+    group.close()
+
+
+@asynchronous
+async def test_a_cancelled_wait_leaves_a_running_call_behind_and_says_so() -> None:
+    group = CallGroup("cancelled", width=1, max_stuck=1)
+    with held(1) as (function,):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(group.run, function)
+            assert await asyncio.to_thread(function.entered.wait, 10)
+            tasks.cancel_scope.cancel()
+        assert group.statistics().stuck == 1
+        assert await group.run(lambda: "another") == "another"
+    group.close()
+
+
+@asynchronous
+async def test_what_a_call_raises_reaches_who_waits() -> None:
+    group = CallGroup("raising", width=1, max_stuck=0)
+
+    def fail() -> None:
+        raise OSError("no such device")
+
+    with pytest.raises(OSError, match="no such device"):
+        await group.run(fail)
+    assert await group.run(lambda: "well") == "well", "the lane is none the worse"
+    group.close()
+
+
+@asynchronous
+async def test_a_call_that_returns_after_close_is_still_accounted_for_and_its_thread_ends() -> None:
+    group = CallGroup("closed", width=1, max_stuck=0)
+    with held(1) as (function,):
+        call, returned = submit(group, function)
+        call.abandon()
+        group.close()
+        with pytest.raises(RefusedError):
+            submit(group, lambda: "no")
+        function.let_go()
+        await returned.wait()
+    assert call.finished and call.value == "done"
+    for thread in threads_of(group):
+        await asyncio.to_thread(thread.join, 10)
+        assert not thread.is_alive()
+    assert group.statistics().threads == 0
+
+
+@asynchronous
+async def test_closing_answers_who_waits_for_a_call_that_never_started() -> None:
+    group = CallGroup("answered", width=1, max_stuck=0)
+    with held(1) as (function,):
+        submit(group, function)
+        refused = anyio.Event()
+
+        async def wait() -> None:
+            with anyio.CancelScope(shield=True), pytest.raises(RefusedError):
+                await group.run(lambda: "never")
+            refused.set()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(wait)
+            await anyio.wait_all_tasks_blocked()
+            group.close()
+            with anyio.fail_after(10):
+                await refused.wait()
+
+
+def test_a_call_may_outlive_its_loop() -> None:
+    function = Held()
+    group = CallGroup("outlived", width=1, max_stuck=0)
+
+    async def leave() -> None:
+        submit(group, function)
+
+    asyncio.run(leave())
+    threads = threads_of(group)
+    function.let_go()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive() and thread.daemon
+
+
+@given(
+    st.integers(1, 3),
+    st.integers(0, 3),
+    st.lists(st.sampled_from(["submit", "submit", "abandon", "withdraw", "release"]), max_size=25),
+    st.randoms(use_true_random=False),
+)
+def test_every_call_that_ran_returns_once_and_the_counts_add_up(
+    width: int, max_stuck: int, steps: list[str], random: object
+) -> None:
+    asyncio.run(_exercise(width, max_stuck, steps))
+
+
+async def _exercise(width: int, max_stuck: int, steps: list[str]) -> None:
+    group = CallGroup("model", width=width, max_stuck=max_stuck)
+    open_calls: list[tuple[NativeCall[str], Held]] = []
+    returns: dict[int, int] = {}
+    changed = asyncio.Event()
+
+    def on_return(call: NativeCall[str]) -> None:
+        returns[id(call)] = returns.get(id(call), 0) + 1
+        changed.set()
+
+    every: list[tuple[NativeCall[str], Held]] = []
+    for step in steps:
+        running = [pair for pair in open_calls if pair[0].started_at is not None]
+        if step == "submit":
+            function = Held()
+            call = NativeCall(function, on_return)
+            saturated = group.statistics().stuck > max_stuck
+            try:
+                group.submit(call)
+            except RefusedError:
+                assert saturated
+            else:
+                assert not saturated
+                open_calls.append((call, function))
+                every.append((call, function))
+        elif step == "abandon" and running:
+            running[0][0].abandon()
+        elif step == "withdraw":
+            for pair in [pair for pair in open_calls if pair[0].started_at is None][:1]:
+                assert pair[0].withdraw()
+                open_calls.remove(pair)
+        elif step == "release" and running:
+            call, function = running[-1]
+            function.let_go()
+            while not call.finished:
+                changed.clear()
+                await changed.wait()
+            open_calls.remove((call, function))
+        statistics = group.statistics()
+        running = [pair for pair in open_calls if pair[0].started_at is not None]
+        assert statistics.running == len(running)
+        assert statistics.stuck == sum(call.abandoned for call, _ in running)
+        assert statistics.running - statistics.stuck <= width
+        assert statistics.threads <= statistics.running + width
+        waiting = len(open_calls) - len(running)
+        assert not waiting or statistics.running - statistics.stuck == width
+    for _, function in every:
+        function.let_go()
+    while any(not call.finished for call, _ in open_calls):
+        changed.clear()
+        await changed.wait()
+    assert all(returns.get(id(call), 0) == (call.started_at is not None) for call, _ in every)
+    group.close()
+    assert group.statistics().threads == 0
