@@ -19,10 +19,10 @@ from rich.table import Table
 from softload.config import DraftPolicy, Integrity, Layout
 from softload.doctor import diagnose
 from softload.errors import StoreSetupError
+from softload.replay.options import AdmissionMode, ReplayOptions
 from softload.replay.progress import PlainProgress, TerminalProgress
 from softload.replay.report import summary_table
-from softload.replay.runner import ReplayOptions, is_clean, replay
-from softload.replay.scheduler import AdmissionMode
+from softload.replay.runner import is_clean, replay
 from softload.replay.shapes import SHAPES, DraftKind
 from softload.stores import parse_size
 

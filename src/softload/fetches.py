@@ -32,27 +32,26 @@ class PartState(Enum):
 class FetchListener(Protocol):
     """A unit that wants a fetch."""
 
-    def fetch_changed(self, fetch: Fetch) -> None:
-        """A part has landed or failed. Called on the loop; must not await."""
+    def fetch_failed(self, fetch: Fetch) -> None:
+        """It cannot be had. Called on the loop; must not await."""
+
+    def wake(self) -> None:
+        """Some of its fetches have landed, or failed. Called on the loop, once for many."""
 
 
 class Part:
     """What one native call reads of an object: all of it, or the ranges of a group of layers."""
 
-    __slots__ = ("attempts", "call", "fetch", "layers", "ranges", "state")
+    __slots__ = ("attempts", "call", "fetch", "layers", "nbytes", "ranges", "state")
 
     def __init__(self, fetch: Fetch, ranges: Sequence[tuple[int, int]], layers: range | None) -> None:
         self.fetch = fetch
         self.ranges = ranges
         self.layers = layers
+        self.nbytes = sum(nbytes for _, nbytes in ranges)
         self.state = PartState.QUEUED
         self.attempts = 0
         self.call: ReadCall | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it brings."""
-        return sum(nbytes for _, nbytes in self.ranges)
 
     def serves(self, layers: range) -> bool:
         """Whether any of `layers` needs it."""

@@ -50,8 +50,7 @@ class _Handle:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         for run in self._runs:
-            run.placed()
-            run.cancel()
+            run.end()
         await finish(self._runs)
 
     async def admitted(self) -> Admission:
@@ -69,7 +68,7 @@ class _Handle:
         )
 
     async def _admit(self) -> None:
-        waiting = [run for run in self._runs if run.wants.requested and not run.decided.is_set()]
+        waiting = [run for run in self._runs if not run.decided.is_set() and not run.is_cancelled]
         answers: Answers = {}
         if waiting:
             columns = [column for run in waiting for column in run.wants.all_columns()]

@@ -180,6 +180,7 @@ class LandingMemory:
         }
         self._used = dict.fromkeys(Share, 0)
         self._queues: dict[Share, deque[_Waiter]] = {share: deque() for share in Share}
+        self._waiting = 0
         self._quarantined: dict[str, int] = {}
         self._quarantined_bytes = 0
         self._quarantined_peak = 0
@@ -229,6 +230,7 @@ class LandingMemory:
             return granted
         waiter = _Waiter(sizes, total, None, anyio.Event())
         self._queues[share].append(waiter)
+        self._waiting += 1
         try:
             await waiter.event.wait()
         except BaseException:
@@ -237,6 +239,7 @@ class LandingMemory:
                     self.release(segment)
             else:
                 self._queues[share].remove(waiter)
+                self._waiting -= 1
                 self._refused += 1
                 self._serve_queues()
             raise
@@ -257,8 +260,10 @@ class LandingMemory:
             self._used[segment.share] -= segment.reserved
         segment.state = SegmentState.FREE
         segment.arena.give(segment.offset, segment.reserved)
-        self._retire_arenas()
-        self._serve_queues()
+        if len(self.arenas) > 1:
+            self._retire_arenas()
+        if self._waiting:
+            self._serve_queues()
 
     def quarantine(self, segment: Segment, endpoint: str) -> None:
         """Nobody waits for the call that may still write this segment: set it aside until the call returns."""
@@ -312,7 +317,7 @@ class LandingMemory:
             self._quarantined_bytes,
             self._quarantined_peak,
             sum(arena.nbytes for arena in self.arenas[1:]),
-            sum(len(queue) for queue in self._queues.values()),
+            self._waiting,
             self._grants,
             self._refused,
         )
@@ -370,7 +375,7 @@ class LandingMemory:
         return True
 
     def _serve_queues(self) -> None:
-        if self._serving:  # asking for room releases segments, which comes back here
+        if self._serving or not self._waiting:  # asking for room releases segments, which comes back here
             return
         self._serving = True
         try:
@@ -381,6 +386,7 @@ class LandingMemory:
                     if granted is None:
                         break
                     queue.popleft()
+                    self._waiting -= 1
                     waiter.granted = granted
                     waiter.event.set()
         finally:

@@ -286,8 +286,7 @@ class PageLoader(AsyncContextManagerMixin):
         self._context = None
         runs = list(context.active)
         for run in runs:
-            run.placed()
-            run.cancel()
+            run.end()
         for run in runs:
             await run.finished.wait()
         with anyio.move_on_after(_CLOSE_SECONDS):

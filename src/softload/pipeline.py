@@ -87,6 +87,7 @@ class UnitRun:
         """When its waiters are answered, on the event loop's clock."""
         self._scope = anyio.CancelScope()
         self._reason = PageStatus.TIMED_OUT
+        self.is_cancelled = False
         self._reserved = False
         self._fenced = False
         self._copied = 0
@@ -157,11 +158,18 @@ class UnitRun:
         """End it; what is not committed by now is a miss with this status."""
         if not self.finished.is_set() and not self._placed.is_set():
             self._reason = reason
+            self.is_cancelled = True
             self._scope.cancel()
 
     def placed(self) -> None:
-        """PREFETCH: its bytes are held by a PLACE run now, or the handle has ended."""
+        """PREFETCH: its bytes are held by a PLACE run now."""
         self._placed.set()
+
+    def end(self) -> None:
+        """Its handle has ended: what a prefetch landed stays for later units, anything else is cancelled."""
+        if self._mode is Mode.PREFETCH and self.landed.is_set():
+            self._placed.set()
+        self.cancel()
 
     # -- admission
 
@@ -210,12 +218,14 @@ class UnitRun:
         finally:
             self._finish()
 
-    def fetch_changed(self, fetch: Fetch) -> None:
-        """A part of a fetch has landed or failed."""
-        if fetch.failed:
-            for wanted in self._fetches.of(fetch):
-                self.wants.mark_bad(wanted.column, wanted.page, fetch.status)
-            self._recut()
+    def fetch_failed(self, fetch: Fetch) -> None:
+        """A fetch cannot be had: the unit ends before it."""
+        for wanted in self._fetches.of(fetch):
+            self.wants.mark_bad(wanted.column, wanted.page, fetch.status)
+        self._recut()
+
+    def wake(self) -> None:
+        """Some fetches have landed or failed."""
         self._changed.set()
 
     async def _prefetch(self) -> None:
@@ -269,6 +279,8 @@ class UnitRun:
     async def _wind_up(self) -> None:
         """After the deadline or a cancel. What has landed is still worth one chunk of copies, but no more."""
         timed_out = self._reason is PageStatus.TIMED_OUT
+        if self._mode is Mode.PREFETCH:
+            self._fetches.let_go_all(keep=True)
         if not self._copied:
             self._give_up_unlanded()
             if timed_out:

@@ -314,6 +314,7 @@ class Reader:
             _log.error(events.STORE_RAISED, error=repr(native.error))
         self._record(call, [status for status, _ in answers])
         again: list[Part] = []
+        landed: dict[FetchListener, None] = {}
         for part, (status, descriptor) in zip(call.live, answers, strict=True):
             part.call = None
             part.state = PartState.QUEUED
@@ -323,12 +324,15 @@ class Reader:
                 self._settle(fetch, keep=False)
             elif status is PageStatus.LOADED:
                 self._land(part)
+                landed.update(dict.fromkeys(fetch.listeners))
             elif self._may_retry(part, status, descriptor):
                 again.append(part)
             else:
                 if status is PageStatus.CORRUPT:
                     self._remove_corrupt(fetch)
                 self._fail([part], status)
+        for listener in landed:
+            listener.wake()
         if again:
             turn = Turn()
             if call.ranged:
@@ -344,7 +348,6 @@ class Reader:
             fetch.segment.state = SegmentState.LANDED
             self._health.negative.discard(fetch.key)
             self._release_session(fetch)
-        self._notify(fetch)
 
     def _may_retry(self, part: Part, status: PageStatus, descriptor: Descriptor | None) -> bool:
         fetch = part.fetch
@@ -373,13 +376,11 @@ class Reader:
                 del self._fetches[fetch.key]
             if status not in _NOT_REFUTED:
                 self._health.negative.add(fetch.key, status)
-            self._notify(fetch)
+            for listener in dict.fromkeys(fetch.listeners):
+                listener.fetch_failed(fetch)
+                listener.wake()
             if not fetch.listeners:
                 self._settle(fetch, keep=False)
-
-    def _notify(self, fetch: Fetch) -> None:
-        for listener in dict.fromkeys(fetch.listeners):
-            listener.fetch_changed(fetch)
 
     def _settle(self, fetch: Fetch, *, keep: bool) -> None:
         """Nobody wants it (any more): decide what becomes of its memory."""

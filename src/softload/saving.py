@@ -94,8 +94,9 @@ class Saver:
             if component.rows is None:
                 raise ValueError(f"request {unit.request_id!r}, pool {component.pool.name}: expected slots, got none")
             refused[component.pool.name] = ~context.slots.may_save(component.pool, component.rows, component.keys)
+        shortcut = self._shortcut()
         objects = [
-            _Object(column, page, SaveStatus.REFUSED if refused[column.pool.name][page] else self._shortcut())
+            _Object(column, page, SaveStatus.REFUSED if refused[column.pool.name][page] else shortcut)
             for column in all_columns
             for page in range(len(column.keys))
         ]
@@ -119,10 +120,12 @@ class Saver:
         context = self._context
         seconds = context.config.save_deadline if unit.deadline is None else unit.deadline
         mine, shared = [], []
+        done = anyio.Event()
+        otherwise = SaveStatus.TIMED_OUT
         for item in objects:
             other = self._under_way.get(item.key)
             if other is None:
-                item.done = anyio.Event()
+                item.done = done
                 self._under_way[item.key] = item
                 mine.append(item)
             else:
@@ -135,21 +138,18 @@ class Saver:
                 for batch in self._batches(mine):
                     await self._save_batch(batch)
                 for item, other in shared:
-                    assert other.done is not None
-                    await other.done.wait()
+                    if other.status is None and other.done is not None:
+                        await other.done.wait()
                     item.status = SaveStatus.PRESENT if other.status is SaveStatus.SAVED else other.status
         except RefusedError:
-            pass  # what has no status by now is shed
+            otherwise = SaveStatus.SHED
         finally:
+            for item in objects:
+                if item.status is None:
+                    item.status = otherwise
             for item in mine:
-                if item.status is None:
-                    item.status = SaveStatus.SHED
                 del self._under_way[item.key]
-                assert item.done is not None
-                item.done.set()
-            for item, _ in shared:
-                if item.status is None:
-                    item.status = SaveStatus.SHED
+            done.set()
         skipped = [item for item in objects if item.status in (SaveStatus.SHED, SaveStatus.STORE_FULL)]
         if skipped:
             _log.info(events.SAVE_SKIPPED, request_id=unit.request_id, objects=len(skipped), status=skipped[0].status)

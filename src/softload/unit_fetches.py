@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+import anyio.lowlevel
+
 from softload.config import Layout, ReadMode
 from softload.context import Context
 from softload.fetches import Fetch, FetchListener, Part
@@ -70,10 +72,10 @@ class UnitFetches:
             pages = self._pages.pages
             self._pages.limit(pages - max(1, pages // 8), PageStatus.SHED)
             new = self._not_here()
-        segments = landing.try_grant(_runs(new), self._share)
+        segments = landing.try_grant(_runs(new), self._share) if new else []  # nothing waits for nothing
         if segments is None:
             segments = await landing.grant(_runs(new), self._share) or []
-        self._assign(new, segments, turn)
+        await self._assign(new, segments, turn)
 
     def take_over(self, source: UnitFetches) -> None:
         """Hold what another unit's run landed, for this one's own columns.
@@ -120,37 +122,56 @@ class UnitFetches:
                 new.append((wanted, self._size(wanted)))
         return new
 
-    def _assign(self, new: list[tuple[Wanted, int]], segments: list[Segment], turn: Turn) -> None:
-        reader = self._context.reader
+    async def _assign(self, new: list[tuple[Wanted, int]], segments: list[Segment], turn: Turn) -> None:
+        """Join or start every fetch, column by column: the first layers' reads are out before the last are planned."""
         spare = {wanted.key: segment for (wanted, _), segment in zip(new, segments, strict=True)}
+        ranged: list[Part] = []
+        try:
+            for column in list(self._pages.all_columns()):
+                parts = self._assign_column(column, spare)
+                if self._is_ranged:
+                    ranged += parts
+                else:
+                    self._context.reader.read(parts, turn)
+                    await anyio.lowlevel.checkpoint()  # a large unit must not hold the event loop up
+            if ranged:
+                ranged.sort(key=lambda part: 0 if part.layers is None else part.layers.start)
+                self._context.reader.read(ranged, turn)
+        finally:
+            for segment in spare.values():
+                self._context.landing.release(segment)
+        self._pages.recut()
+        self.prune()
+
+    def _assign_column(self, column: Column, spare: dict[str, Segment]) -> list[Part]:
+        reader = self._context.reader
+        tailed = self._context.config.layout is Layout.GROUPED
         parts: list[Part] = []
-        for wanted in self._pages.needed():
-            fetch = reader.find(wanted.key)
+        for page in self._pages.pages_of(column):
+            wanted, key = Wanted(column, page), column.keys[page]
+            fetch = reader.find(key)
             if fetch is not None:
                 self._context.counters.shared_objects += 1
                 self._hold(wanted, fetch)
-            elif wanted.key in spare:
+            elif key in spare:
+                size = self._size(wanted)
+                ranges = self._ranges(wanted, size) if self._is_ranged else ()
                 fetch = reader.add(
-                    wanted.key,
-                    spare.pop(wanted.key),
-                    self.descriptors.get(wanted.key),
+                    key,
+                    spare.pop(key),
+                    self.descriptors.get(key),
                     self._listener,
-                    size=self._size(wanted),
-                    tailed=self._context.config.layout is Layout.GROUPED,
-                    ranges=self._ranges(wanted),
+                    size=size,
+                    tailed=tailed,
+                    ranges=ranges,
                 )
-                parts.extend(fetch.parts)
-                self.bytes_read += fetch.size
+                parts += fetch.parts
+                self.bytes_read += size
                 self._fetches[wanted] = fetch
-                self._wants.setdefault(fetch, []).append(wanted)
+                self._wants[fetch] = [wanted]
             else:  # it was here before this unit waited for memory, and is no longer
-                self._pages.mark_bad(wanted.column, wanted.page, PageStatus.SHED)
-        for segment in spare.values():
-            self._context.landing.release(segment)
-        self._pages.recut()
-        self.prune()
-        parts.sort(key=lambda part: 0 if part.layers is None else part.layers.start)
-        reader.read(parts, turn)
+                self._pages.mark_bad(column, page, PageStatus.SHED)
+        return parts
 
     def _hold(self, wanted: Wanted, fetch: Fetch) -> None:
         self._context.reader.join(fetch, self._listener)
@@ -168,11 +189,12 @@ class UnitFetches:
         descriptor = self.descriptors.get(wanted.key)
         return descriptor.size if descriptor is not None else wanted.column.spec.size
 
-    def _ranges(self, wanted: Wanted) -> list[tuple[range, list[tuple[int, int]]]]:
+    @property
+    def _is_ranged(self) -> bool:
         config = self._context.config
-        if config.layout is not Layout.PAGE or config.read_mode is not ReadMode.RANGES:
-            return []
-        size = self._size(wanted)
+        return config.layout is Layout.PAGE and config.read_mode is ReadMode.RANGES
+
+    def _ranges(self, wanted: Wanted, size: int) -> list[tuple[range, list[tuple[int, int]]]]:
         found = []
         for layers in layer_groups(self._context.pools.num_layers):
             # A range past the end of an object without the packed draft would fail the whole key.

@@ -128,7 +128,8 @@ class UnitPages:
 
     def continue_from(self, source: UnitPages) -> None:
         """Be no better than what a prefetch of the same request landed."""
-        self._good = [flags[: len(own)] for flags, own in zip(source._good, self._good, strict=True)]
+        # Not strict: a unit that takes no pages has no components.
+        self._good = [flags[: len(own)] for flags, own in zip(source._good, self._good, strict=False)]
         self._draft_good = [flags[: len(own)] for flags, own in zip(source._draft_good, self._draft_good, strict=False)]
         self._bad = dict(source._bad)
         self.pages = min(self.requested, source.pages)

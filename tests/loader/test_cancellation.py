@@ -73,7 +73,7 @@ async def test_load_ends_while_the_store_hangs(point: str, mode: dict[str, str],
         assert (now.held_slots, now.active_units) == (0, 0)
         if point in ("read", "read_ranges"):
             assert now.quarantined_bytes > 0
-            assert now.stuck_threads == 1
+            assert now.stuck_threads >= 1
         # The slots are the engine's again: nothing of ours writes them any more, also not when the call returns.
         pools.scramble(seed=77)
         await assert_well(loader, hanging)

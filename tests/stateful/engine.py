@@ -39,7 +39,8 @@ class Engine:
 
     def __init__(self, draft: DraftMode) -> None:
         def buffers(count: int) -> list[torch.Tensor]:
-            return [torch.full((ROWS * PAGE_SIZE, 1, ROW_BYTES), POISON, dtype=torch.uint8) for _ in range(count)]
+            shape = (ROWS * PAGE_SIZE, 1, ROW_BYTES)
+            return [torch.from_numpy(np.full(shape, POISON, np.uint8)) for _ in range(count)]
 
         self.draft = draft
         beside = None

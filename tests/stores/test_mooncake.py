@@ -16,6 +16,7 @@ from softload.protocols import Descriptor, PutRefusal
 from softload.stores import MooncakeStore
 from softload.stores.native_codes import NATIVE_CODES
 from softload.stores.probe import probe_master
+from softload.stores.process_exit import has_left
 
 
 class Native:
@@ -50,6 +51,7 @@ def store(native: Native, monkeypatch: pytest.MonkeyPatch) -> Iterator[MooncakeS
     monkeypatch.setattr(store, "_prepare", lambda: lambda: native)
     monkeypatch.setattr("softload.stores.mooncake.probe_master", lambda address: "127.0.0.1")
     monkeypatch.setattr("softload.stores.mooncake.accepts", lambda address: True)
+    monkeypatch.setattr("softload.stores.mooncake.is_alive", lambda address: True)
     monkeypatch.setattr("softload.stores.mooncake.native_library", lambda: None)
     store.open()
     yield store
@@ -310,6 +312,17 @@ def test_the_native_close_waits_for_calls_that_are_out(
     assert native.count("close") == 1
 
 
+def test_a_dead_master_leaves_the_native_client_behind(
+    store: MooncakeStore, native: Native, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its close would hold the GIL for 7 s and more."""
+    monkeypatch.setattr("softload.stores.mooncake.is_alive", lambda address: False)
+    store.close()
+    assert native.count("close") == 0
+    assert store.leave(0.0) is False
+    has_left(store)
+
+
 def test_setup_that_fails(native: Native, monkeypatch: pytest.MonkeyPatch) -> None:
     store = MooncakeStore(master="127.0.0.1:1", protocol="rdma", device="mlx5_0")
     monkeypatch.setattr(store, "_prepare", lambda: lambda: native)
@@ -321,7 +334,7 @@ def test_setup_that_fails(native: Native, monkeypatch: pytest.MonkeyPatch) -> No
     assert native.count("close") == 0
 
 
-def test_nobody_at_the_masters_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_at_the_masters_address() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -329,9 +342,8 @@ def test_nobody_at_the_masters_address(monkeypatch: pytest.MonkeyPatch) -> None:
         probe_master(f"127.0.0.1:{port}")
 
 
-def test_a_master_that_accepts_and_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_master_that_accepts_and_is_silent() -> None:
     """As a frozen process does: its kernel goes on accepting."""
-    monkeypatch.setattr("softload.stores.probe._DEADLINE", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         with pytest.raises(StoreSetupError, match="start mooncake_master there"):
-            probe_master(f"127.0.0.1:{silent.getsockname()[1]}")
+            probe_master(f"127.0.0.1:{silent.getsockname()[1]}", deadline=0.1)

@@ -218,8 +218,10 @@ class DevicePoolGroup:
                 f"pool {component.pool}: expected {pages * self.page_size} token slots, or {pages} rows, "
                 f"for {pages} keys, got {count} slots"
             )
-        if count and int(component.slots.min()) < 0:
-            raise ValueError(f"pool {component.pool}: expected slots from 0, got {int(component.slots.min())}")
+        # numpy: torch would start its thread pool for so little.
+        lowest = int(component.slots.cpu().numpy().min()) if count else 0
+        if lowest < 0:
+            raise ValueError(f"pool {component.pool}: expected slots from 0, got {lowest}")
 
     def _check(self) -> None:
         if not self.target_pools:

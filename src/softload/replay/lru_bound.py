@@ -12,7 +12,8 @@ class LruBound:
     """An LRU cache of `capacity` pages that sees lookups and saves in the order in which the run had them.
 
     A save counts from when it was offered, before any byte was written, and nothing is ever refused, leased or lost:
-    a run that restores as much as this has lost nothing to its store.
+    a run that restores as much as this has lost nothing to its store. Strictly a bound where nothing is evicted; a
+    store that evicts in another order, or protects what is leased, may by luck keep what this has let go.
 
     Raises:
         ValueError: a negative capacity.

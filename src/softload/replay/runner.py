@@ -9,15 +9,13 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 import anyio
 import numpy as np
 from numpy.typing import NDArray
 
-from softload.config import DraftPolicy, Integrity, Layout, LoaderConfig
+from softload.config import Layout, LoaderConfig
 from softload.geometry import DevicePoolGroup
 from softload.keys import KeySpace
 from softload.loader import PageLoader
@@ -27,19 +25,18 @@ from softload.replay.jobs import Job
 from softload.replay.ledger import Ledger
 from softload.replay.lru_bound import LruBound
 from softload.replay.metrics import LagProbe, Metrics, Samples, resident_bytes
+from softload.replay.options import ReplayOptions
 from softload.replay.progress import Progress
-from softload.replay.scheduler import AdmissionMode, Scheduler, SchedulerOptions
-from softload.replay.shapes import DraftKind, build_pools, find_shape
-from softload.replay.synthetic import synthetic_trace
-from softload.replay.trace import TraceRequest, read_trace
+from softload.replay.scheduler import Scheduler
+from softload.replay.shapes import build_pools, find_shape
+from softload.replay.trace import TraceRequest
 from softload.stores import open_store, parse_size
 from softload.telemetry import Statistics
-from softload.testing.faults import Fault, FaultKind, FaultyStore, parse_fault
+from softload.testing.faults import FaultyStore
 
-__all__ = ["ZEROS", "ReplayOptions", "is_clean", "replay"]
+__all__ = ["ZEROS", "is_clean", "replay"]
 
 MIB = 1 << 20
-SYNTHETIC_REQUESTS = 600
 _POOL_BYTES = 1 << 30
 _MAX_DECODE_STEPS = 8
 _COMPUTE_THREADS = 2
@@ -59,114 +56,6 @@ ZEROS = (
     "exceptions",
 )
 """Figures that a clean replay ends with at 0."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayOptions:
-    """Settings of a replay, as the command line takes them; sizes in bytes, times in seconds.
-
-    Args:
-        trace: a trace file; ``None`` for a synthetic one.
-        store: URL of the store.
-        requests: how many of the trace; ``None`` for all of a file, 600 of a synthetic one.
-        shape: name of the model shape.
-        layout: how pages become objects.
-        draft: how the draft is stored.
-        draft_policy: what a lost draft page costs.
-        admission: when slots are taken.
-        speed: how much faster than the trace requests arrive; ``None`` for as fast as they are taken.
-        layer_time: what a layer's computation takes.
-        integrity: how bytes are checked by the loader (the replay checks every byte anyway).
-        deadline: of a transfer unit; ``None`` for the loader's default.
-        landing: landing memory; ``None`` for the loader's default.
-        max_running: requests that hold slots at a time.
-        faults: fault specifications.
-        seed: of the synthetic trace, the faults and the loader's jitter.
-
-    Raises:
-        ValueError: a value that cannot be used, and what was expected.
-    """
-
-    trace: Path | None = None
-    store: str = "memory://"
-    requests: int | None = None
-    shape: str = "mini"
-    layout: Layout = Layout.GROUPED
-    draft: DraftKind = DraftKind.NONE
-    draft_policy: DraftPolicy = DraftPolicy.DROP
-    admission: AdmissionMode = AdmissionMode.PREFETCH
-    speed: float | None = None
-    layer_time: float = 0.0
-    integrity: Integrity = Integrity.SAMPLE
-    deadline: float | None = None
-    landing: int | None = None
-    max_running: int = 16
-    faults: tuple[str, ...] = ()
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.requests is not None and self.requests < 1:
-            raise ValueError(f"requests: expected at least 1, got {self.requests}")
-        find_shape(self.shape)
-        self.scheduler()
-        self.loader()
-        self.parsed_faults()
-        open_store(self.store)
-
-    def scheduler(self) -> SchedulerOptions:
-        """The scheduler's part."""
-        return SchedulerOptions(
-            admission=self.admission,
-            speed=self.speed,
-            layer_time=self.layer_time,
-            max_running=self.max_running,
-            max_waiting=self.max_running,
-            deadline=self.deadline,
-        )
-
-    def loader(self) -> LoaderConfig:
-        """The loader's part."""
-        defaults = LoaderConfig()
-        return LoaderConfig(
-            namespace=f"replay-{self.shape}",
-            layout=self.layout,
-            integrity=self.integrity,
-            draft_policy=self.draft_policy,
-            deadline=defaults.deadline if self.deadline is None else self.deadline,
-            landing_bytes=defaults.landing_bytes if self.landing is None else self.landing,
-            seed=self.seed,
-        )
-
-    def parsed_faults(self) -> tuple[Fault, ...]:
-        """The faults.
-
-        Raises:
-            ValueError: a specification that does not parse, or that this release or these options cannot inject.
-        """
-        faults = tuple(parse_fault(spec) for spec in self.faults)
-        for fault, spec in zip(faults, self.faults, strict=True):
-            if fault.kind.is_scheduled:
-                raise ValueError(
-                    f"fault {spec!r}: expected a fault of calls, got one of the cluster: a later release has them"
-                )
-            own_objects = self.draft is DraftKind.SIDECAR or self.layout is Layout.GROUPED
-            if fault.kind is FaultKind.DRAFT_LOSS and (self.draft is DraftKind.NONE or not own_objects):
-                raise ValueError(
-                    f"fault {spec!r}: expected a draft with objects of its own (sidecar, or packed in layout grouped), "
-                    f"got draft {self.draft} in layout {self.layout}"
-                )
-        return faults
-
-    def read_requests(self) -> list[TraceRequest]:
-        """The requests to replay.
-
-        Raises:
-            TraceError: the trace file is malformed.
-            OSError: it cannot be read.
-        """
-        if self.trace is None:
-            return synthetic_trace(self.requests or SYNTHETIC_REQUESTS, self.seed)
-        return read_trace(self.trace, self.requests)
 
 
 async def replay(

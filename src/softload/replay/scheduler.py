@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 import anyio
 import structlog
@@ -26,60 +25,12 @@ from softload.outcomes import LoadReport
 from softload.replay.engine_memory import EngineMemory, Verification
 from softload.replay.jobs import Job
 from softload.replay.ledger import Ledger
+from softload.replay.options import AdmissionMode, SchedulerOptions
 from softload.replay.trace import TraceRequest
 
-__all__ = ["AdmissionMode", "Scheduler", "SchedulerOptions"]
+__all__ = ["Scheduler"]
 
 log = structlog.get_logger("softload.replay")
-
-
-class AdmissionMode(StrEnum):
-    """When a request's slots are taken."""
-
-    PREFETCH = "prefetch"
-    """When its pages have landed."""
-
-    STREAM = "stream"
-    """Before its load, which the forward pass then follows layer by layer."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerOptions:
-    """Settings of a `Scheduler`; times in seconds.
-
-    Args:
-        admission: see `AdmissionMode`.
-        speed: how much faster than the trace requests arrive; ``None`` for as fast as they are taken.
-        layer_time: what one layer of one forward pass takes, besides waiting.
-        max_running: requests that hold slots at a time.
-        max_waiting: requests that have arrived and are looked up or prefetched ahead; further ones arrive later.
-        max_prefill: requests whose prompts run in one forward pass.
-        deadline: of each transfer unit; ``None`` for the loader's.
-
-    Raises:
-        ValueError: a value out of range.
-    """
-
-    admission: AdmissionMode = AdmissionMode.PREFETCH
-    speed: float | None = None
-    layer_time: float = 0.0
-    max_running: int = 32
-    max_waiting: int = 64
-    max_prefill: int = 8
-    deadline: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.speed is not None and not 0 < self.speed < float("inf"):
-            raise ValueError(f"speed: expected a factor above 0, got {self.speed}")
-        if not 0 <= self.layer_time < float("inf"):
-            raise ValueError(f"layer_time: expected 0 or more seconds, got {self.layer_time}")
-        for name, value in (
-            ("max_running", self.max_running),
-            ("max_waiting", self.max_waiting),
-            ("max_prefill", self.max_prefill),
-        ):
-            if value < 1:
-                raise ValueError(f"{name}: expected at least 1, got {value}")
 
 
 @dataclass(slots=True, eq=False)

@@ -118,16 +118,12 @@ class MooncakeCluster:
         self.master = Child([str(_master_program()), *loopback, *ports, *self._flags])
         _await(self.master, lambda: accepts(self.address), "the master")
 
-    def kill_owners(self) -> None:
-        """End the owners: calls that wait for one of them return."""
-        for owner in self.owners:
-            owner.kill()
-
     def close(self) -> None:
-        """End owners and master; again is no change."""
-        self.kill_owners()
+        """End the children, the master first: nothing is left to find out about the owners. Again is no change."""
         if self.master is not None:
             self.master.kill()
+        for owner in self.owners:
+            owner.kill()
 
 
 def _master_program() -> Path:

@@ -65,6 +65,7 @@ class EmbeddedMooncakeStore(MooncakeStore):
             local_buffer=local_buffer,
             lease=lease,
         )
+        self._says_goodbye = False  # the cluster ends with the process
 
     def open(self) -> None:
         """Start the cluster and connect to it.
@@ -82,18 +83,13 @@ class EmbeddedMooncakeStore(MooncakeStore):
             undo.pop_all()
 
     def close(self) -> None:
-        """Disconnect and end the children. A call that hangs on a frozen owner returns when the owner is killed."""
+        """Disconnect and end the children: about 2 s at most.
+
+        A call that hangs on a frozen owner returns when that is killed. The master is killed with it, so that the
+        native client is left behind: its close would come on top.
+        """
         self._start_closing()
         if not self._gate.wait_idle(0.3):
-            self.cluster.kill_owners()
+            self.cluster.close()
         self._await_closed(1.5)
         self.cluster.close()
-
-    def _leave(self) -> None:
-        # Nobody misses this client: the cluster ends with the process.
-        self._gate.shut()
-
-    def _await_left(self, timeout: float) -> bool:
-        # Its calls had better return before the interpreter ends, but the client itself stays behind.
-        self._gate.wait_idle(timeout)
-        return False

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
+import ctypes
 import os
 import threading
-import time
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -21,14 +19,13 @@ from softload.stores.cluster import INSTALL_HINT
 from softload.stores.gate import CallGate
 from softload.stores.native_codes import INVALID_PARAMS, NATIVE_CODES, descriptor, expect, translate
 from softload.stores.native_log import native_library, restore_log_level
-from softload.stores.probe import accepts, probe_master
-from softload.stores.process_exit import survive_calls_at_exit
+from softload.stores.probe import accepts, is_alive, probe_master
+from softload.stores.process_exit import has_left, leave_at_exit
 from softload.stores.reservations import Reservations
 
 __all__ = ["NATIVE_CODES", "MooncakeStore"]
 
 _CLOSE_DEADLINE: Final = 2.0
-_EXIT_DEADLINE: Final = 0.3
 _ENVIRONMENT: Final = {
     # The default of 256 makes large calls to a busy peer fail with -800.
     "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
@@ -38,7 +35,6 @@ _ENVIRONMENT: Final = {
 }
 
 _log = structlog.get_logger("softload.stores.mooncake")
-_open_stores: weakref.WeakSet[MooncakeStore] = weakref.WeakSet()
 
 
 class MooncakeStore:
@@ -86,8 +82,10 @@ class MooncakeStore:
         self._tenant = tenant
         self._lease_ttl = check_positive("lease", lease)
         self._hostname = hostname
+        self._says_goodbye = segment > 0
         self._gate = CallGate()
         self._native: Any = None
+        self._native_there = False
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._closed = threading.Event()
@@ -140,16 +138,18 @@ class MooncakeStore:
                 )
             restore_log_level(native_library())
             self._native = native
+            leave_at_exit(self)
+            self._native_there = True
             # Now, because none can be started once the interpreter is ending.
             threading.Thread(target=self._close_when_idle, name="softload-mooncake-close", daemon=True).start()
             self._gate.admit()
-        _open_stores.add(self)
 
     def close(self) -> None:
-        """Disconnect: new calls answer `STORE_UNREACHABLE` from now on. Waits at most 2 s.
+        """Disconnect: new calls answer `STORE_UNREACHABLE` from now on. Waits at most about 2 s.
 
         The native close follows when the last call has returned, for it crashes the process under a call; where one
-        hangs that may be never, and memory given to it must live on.
+        hangs that may be never, and memory given to it must live on. It holds the GIL, for one to two seconds, and for
+        7 s or more where the master is gone: then the native client is left behind until the process ends.
         """
         self._start_closing()
         self._await_closed(_CLOSE_DEADLINE)
@@ -370,29 +370,26 @@ class MooncakeStore:
     def _await_closed(self, timeout: float) -> bool:
         return self._closed.wait(timeout)
 
-    def _leave(self) -> None:
-        """What the end of the process begins with."""
-        self._start_closing()
-
-    def _await_left(self, timeout: float) -> bool:
-        """Whether the native client is gone."""
-        return self._await_closed(timeout)
-
     def _close_when_idle(self) -> None:
         self._closing.wait()
         self._gate.wait_idle()
-        self._native.close()
+        if is_alive(self._master):
+            self._native.close()
+            has_left(self)
+            self._native_there = False
+        else:
+            # Its destructor would do the same as the close.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._native))
         self._closed.set()
 
+    def leave(self, timeout: float) -> bool:
+        """At the end of the process: whether the native client is gone.
 
-def _at_exit() -> None:
-    open_stores = [store for store in _open_stores if not store._closed.is_set()]
-    deadline = time.monotonic() + _EXIT_DEADLINE
-    for store in open_stores:
-        store._leave()
-    left = [store._await_left(max(0.0, deadline - time.monotonic())) for store in open_stores]
-    if not all(left):
-        survive_calls_at_exit()
-
-
-atexit.register(_at_exit)
+        Calls had better return before the interpreter ends. The master forgets a silent client by itself; only one
+        whose memory others read says goodbye.
+        """
+        self._gate.shut()
+        if self._gate.wait_idle(timeout) and self._says_goodbye:
+            self._start_closing()
+            self._await_closed(_CLOSE_DEADLINE)
+        return not self._native_there

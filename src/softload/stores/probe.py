@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from typing import Final
 
 from softload.errors import StoreSetupError
 
-__all__ = ["accepts", "probe_master"]
-
-_DEADLINE: Final = 3.0
+__all__ = ["accepts", "is_alive", "probe_master"]
 
 
 def accepts(address: str, timeout: float = 1.0) -> bool:
@@ -22,17 +19,30 @@ def accepts(address: str, timeout: float = 1.0) -> bool:
     return True
 
 
-def probe_master(address: str) -> str:
+def is_alive(address: str) -> bool:
+    """Whether the master at `address` is alive, by the same probe as `probe_master`."""
+    try:
+        probe_master(address, deadline=1.0)
+    except StoreSetupError:
+        return False
+    return True
+
+
+def probe_master(address: str, deadline: float = 3.0) -> str:
     """The local address that leads to the master at `address` (`host:port`), once the master has shown to be alive.
 
     Mooncake's own set-up holds the GIL, for 90 s where nobody answers, so this comes first. A frozen process accepts
     connections too; but only a living one closes a connection on which something else than its protocol came.
 
+    Args:
+        address: where the master is.
+        deadline: seconds to wait for a connection, and for an answer.
+
     Raises:
         StoreSetupError: nobody answered.
     """
     try:
-        with socket.create_connection(_parts(address), _DEADLINE) as connection:
+        with socket.create_connection(_parts(address), deadline) as connection:
             local_address = str(connection.getsockname()[0])
             with contextlib.suppress(ConnectionError):
                 connection.sendall(bytes(64))
@@ -40,7 +50,7 @@ def probe_master(address: str) -> str:
             return local_address
     except OSError as error:
         raise StoreSetupError(
-            f"expected a Mooncake master at {address} to answer within {_DEADLINE} s, got {error!r}: start "
+            f"expected a Mooncake master at {address} to answer within {deadline} s, got {error!r}: start "
             "mooncake_master there, or correct the address"
         ) from error
 

@@ -10,19 +10,56 @@ then turn the end of the process into a crash that hides its exit status, and bo
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
+import time
+from typing import Final, Protocol
 
-__all__ = ["survive_calls_at_exit"]
+__all__ = ["Leaving", "has_left", "leave_at_exit"]
+
+_DEADLINE: Final = 0.3
 
 
-def survive_calls_at_exit() -> None:
+class Leaving(Protocol):
+    """Something with native calls."""
+
+    def leave(self, timeout: float) -> bool:
+        """At interpreter exit: start no more calls, wait at most about `timeout` seconds for those that are out.
+
+        False where the native part is left behind.
+        """
+
+
+_leaving: set[Leaving] = set()
+
+
+def leave_at_exit(client: Leaving) -> None:
+    """From now on the end of the process takes leave of `client`."""
+    _leaving.add(client)
+
+
+def has_left(client: Leaving) -> None:
+    """The native part of `client` is gone."""
+    _leaving.discard(client)
+
+
+def _at_exit() -> None:
+    deadline = time.monotonic() + _DEADLINE
+    if not all([client.leave(max(0.0, deadline - time.monotonic())) for client in list(_leaving)]):
+        _survive_calls()
+
+
+atexit.register(_at_exit)
+
+
+def _survive_calls() -> None:
     """Let this process end with its own exit status although native calls are out.
 
-    For use at interpreter exit, and only where a native client is left behind. Exit functions and the flushing of
-    streams are not affected: what is left out is the collection of cycles (most of a second where torch is loaded) and
-    the static destruction after it, and a thread that comes back too late is parked. A system without glibc or
-    libstdc++ is left as it is.
+    Only where a native client is left behind. Exit functions that come later and the flushing of streams are not
+    affected: what is left out is the collection of cycles (most of a second where torch is loaded) and the static
+    destruction after it, and a thread that comes back too late is parked. A system without glibc or libstdc++ is left
+    as it is.
     """
     gc.freeze()
     libc = ctypes.CDLL(None)

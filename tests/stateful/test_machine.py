@@ -1,0 +1,48 @@
+"""The machine over every way in which pages are stored and read."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from softload import Integrity, Layout, ReadMode
+from softload.geometry import DraftMode
+
+from .machine import LoaderMachine
+
+DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
+TINY = 192 << 10
+"""Landing memory for three units at a time: others wait, or are shed."""
+
+CASES: dict[str, dict[str, Any]] = {
+    "grouped": {},
+    "grouped-full": {"integrity": Integrity.FULL},
+    "grouped-sidecar": {"draft": DraftMode.SIDECAR},
+    "grouped-packed": {"draft": DraftMode.PACKED, "integrity": Integrity.FULL},
+    "grouped-tiny": {"landing_bytes": TINY, "draft": DraftMode.SIDECAR},
+    "grouped-evicting": {"store_bytes": 256 << 10},
+    "page": {"layout": Layout.PAGE},
+    "page-packed": {"layout": Layout.PAGE, "draft": DraftMode.PACKED},
+    "ranges": {"layout": Layout.PAGE, "read_mode": ReadMode.RANGES},
+    "ranges-packed": {"layout": Layout.PAGE, "read_mode": ReadMode.RANGES, "draft": DraftMode.PACKED},
+    "ranges-sidecar-tiny": {
+        "layout": Layout.PAGE,
+        "read_mode": ReadMode.RANGES,
+        "draft": DraftMode.SIDECAR,
+        "landing_bytes": TINY,
+    },
+}
+
+
+@pytest.mark.timeout(0 if DEEP else 60)
+@pytest.mark.parametrize("case", CASES)
+def test_whatever_happens_nothing_leaks_and_no_wrong_byte_is_accepted(case: str) -> None:
+    machine = type(f"Machine_{case.replace('-', '_')}", (LoaderMachine,), CASES[case])
+    examples = int(os.environ.get("MACHINE_EXAMPLES", "300" if DEEP else "12"))
+    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+        machine, settings=settings(max_examples=examples, stateful_step_count=60 if DEEP else 40)
+    )
