@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -74,6 +75,26 @@ class Context:
     """Units whose outcome is not known yet."""
     promised: PromisedKeys = field(default_factory=lambda: PromisedKeys(65_536))
 
+    waits: set[anyio.CancelScope] = field(default_factory=set)
+    """Of callers in tasks that are not the loader's own; closing ends them."""
+    closing: bool = False
+
+    def end_waits(self) -> None:
+        """The loader closes: answer who waits for it."""
+        self.closing = True
+        for scope in self.waits:
+            scope.cancel()
+
+    @contextmanager
+    def wait_until(self, until: float) -> Iterator[anyio.CancelScope]:
+        """A wait that ends by `until`, or when the loader closes."""
+        with anyio.move_on_at(until) as scope:
+            self.waits.add(scope)
+            try:
+                yield scope
+            finally:
+                self.waits.discard(scope)
+
     async def ask_master(
         self, function: Callable[[], list[T | PageStatus]], count: int, until: float
     ) -> list[T | PageStatus]:
@@ -91,8 +112,10 @@ class Context:
         answered = False
         try:
             self.control.submit(call)
-            with anyio.move_on_at(until) as scope:
+            with self.wait_until(until) as scope:
                 await returned.wait()
+            if self.closing and not call.finished:
+                return [PageStatus.CANCELLED] * count
             if scope.cancelled_caught and not call.finished:
                 answered = call.elapsed() > _FAIR_SECONDS
                 if answered:

@@ -116,8 +116,15 @@ class PageLoader(AsyncContextManagerMixin):
         self.pools.check_alive()
         return Prefetch(context, units)
 
-    async def save(self, units: Sequence[TransferUnit]) -> SaveReport:
+    async def save(
+        self, units: Sequence[TransferUnit], *, staged: Callable[[TransferUnit], object] = lambda _: None
+    ) -> SaveReport:
         """Store pages that the engine has computed. Slots that failed to load are refused until they were computed.
+
+        Args:
+            units: with slots.
+            staged: called on the event loop, once or twice for each unit, when its slots are not read any more: they
+                are the engine's again while the bytes are still on their way.
 
         Returns:
             what became of every page; a store that is full, slow or away costs the save, nothing else.
@@ -129,7 +136,7 @@ class PageLoader(AsyncContextManagerMixin):
         self._opened()
         self.pools.check_alive()
         assert self._saver is not None
-        return await self._saver.save(units)
+        return await self._saver.save(units, staged)
 
     def computed(self, unit: TransferUnit, pages: int | Iterable[int] | None = None) -> None:
         """The engine has computed missed pages of a unit: they may be saved, and its request may look up again.
@@ -237,7 +244,8 @@ class PageLoader(AsyncContextManagerMixin):
             tasks.start_soon(function)
 
         def retire(arena: Arena) -> None:
-            tasks.start_soon(self._unregister, context, arena)
+            if not tasks.cancel_scope.cancel_called:  # a call that returns after closing: the store is gone too
+                tasks.start_soon(self._unregister, context, arena)
 
         landing = LandingMemory(
             config.landing_bytes,
@@ -284,6 +292,7 @@ class PageLoader(AsyncContextManagerMixin):
     async def _close(self, context: Context) -> None:
         """Answer every waiter, then let go in reverse order of opening."""
         self._context = None
+        context.end_waits()
         runs = list(context.active)
         for run in runs:
             run.end()

@@ -86,7 +86,10 @@ class NativeCall(Generic[T]):
     def complete(self) -> None:
         """Run on the loop, once the call has returned."""
         self.finished = True
-        self._on_return(self)
+        on_return = self._on_return
+        # What the call refers to refers to the call: left to the collector, every read would become its garbage.
+        self._run, self._on_return, self._prepare = _gone, _nothing, _no
+        on_return(self)
 
     def withdraw(self) -> bool:
         """Take the call back if it has not started; False if it has."""
@@ -236,6 +239,18 @@ class CallGroup:
             call.complete()
         finally:
             self._dispatch()
+
+
+def _gone() -> Any:
+    raise RuntimeError("this call has run")
+
+
+def _nothing(_: NativeCall[Any]) -> None:
+    """Nobody is told twice."""
+
+
+def _no() -> bool:
+    return False
 
 
 def _serve(

@@ -259,7 +259,8 @@ class UnitRun:
         for layers in layer_groups(num_layers):
             step = [column for column in self.wants.columns if any(layer in layers for layer in column.spec.layers)]
             await self._until(lambda step=step, layers=layers: self._fetches.landed(step, layers))  # type: ignore[misc]
-            await self._wait_for_engine()
+            if self.pages:
+                await self._wait_for_engine()
             await self._copy(self._step_copies(step, layers))
             self._pass(layers.stop)
             if not self.wants.draft_rides:
@@ -273,6 +274,8 @@ class UnitRun:
             await self._until(lambda: self._fetches.landed(self.wants.draft_columns))
             await self._copy(self._draft_copies())
             self._draft_copied = self.wants.draft_pages
+            if not self.wants.draft_is_packed:  # its slots are zeroed also where nothing was copied
+                await self._wait_for_engine()
             await self._zero_draft()
         self.draft_ready.set()
 
@@ -331,7 +334,7 @@ class UnitRun:
     async def _wait_for_engine(self) -> None:
         """The engine's fence: its slots are free to be written once it returned."""
         fence = self.unit.ready
-        if fence is None or self._fenced or not self.pages:
+        if fence is None or self._fenced:
             return
         try:
             await self._context.fences.run(lambda: wait_for(fence))
@@ -380,7 +383,9 @@ class UnitRun:
         return copies_in(column, fragments, [self._fetches.segment(column, page) for page in pages], pages)
 
     async def _zero_draft(self) -> None:
-        """Draft slots without their bytes hold zeros, not what was there before."""
+        """Draft slots without their bytes hold zeros, not what was there before, once they are ours to write."""
+        if self.unit.ready is not None and not self._fenced:
+            return
         # A packed draft's slots are its target's: those of missed pages are left as they are.
         stop = self._copied if self.wants.draft_is_packed else self.wants.requested
         copies = [
@@ -487,6 +492,9 @@ class UnitRun:
             good = min(self._draft_copied, restored) if component.pool.name.is_draft else restored
             self._context.slots.move(component.pool, component.rows[:good], SlotState.COMMITTED)
             self._context.slots.move(component.pool, component.rows[good:], SlotState.RELEASED)
+        for component in self.wants.draft if self.wants.draft_is_packed else ():
+            assert component.rows is not None
+            self._context.slots.lack_draft(component.pool, component.rows[self._draft_copied : restored])
 
     def _count(self, outcome: UnitOutcome) -> None:
         counters = self._context.counters

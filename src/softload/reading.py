@@ -245,6 +245,10 @@ class Reader:
         if live and self._landing.refuses(call.endpoint):
             self._fail(live, PageStatus.SHED)
             return False
+        sessions = [part.fetch.session for part in live if part.fetch.session is not None]
+        if any(map(self._sessions.wants_renewal, sessions)):  # its lease ran down while the call was queued
+            self._spawn(lambda: self._renew_and_submit(live, Turn(), force=False))
+            return False
         for part in live:
             part.state = PartState.IN_FLIGHT
             part.call = call
@@ -408,6 +412,7 @@ class Reader:
         for part in fetch.parts:  # a queued call skips what has failed
             if part.state is PartState.QUEUED:
                 part.state = PartState.FAILED
+        fetch.parts.clear()  # no circle for the collector: parts know their fetch
         self._landing.release(fetch.segment)
 
     def _forget(self, fetch: Fetch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import anyio
@@ -69,11 +69,13 @@ class Saver:
         self._context = context
         self._under_way: dict[str, _Object] = {}
 
-    async def save(self, units: Sequence[TransferUnit]) -> SaveReport:
+    async def save(
+        self, units: Sequence[TransferUnit], staged: Callable[[TransferUnit], object] = lambda _: None
+    ) -> SaveReport:
         """See `PageLoader.save`."""
         plans = [self._plan(unit) for unit in units]
         for unit, _, objects in plans:
-            await self._save_unit(unit, [item for item in objects if item.status is None])
+            await self._save_unit(unit, [item for item in objects if item.status is None], staged)
         outcomes = {unit.request_id: _outcome(unit, components, objects) for unit, components, objects in plans}
         for outcome in outcomes.values():
             self._context.counters.saves.update(page.status for page in outcome.pages)
@@ -89,16 +91,19 @@ class Saver:
             *draft_columns,
         ]
         components = [*target, *(draft if unit.draft else ())]
-        refused: dict[str, np.ndarray] = {}
+        allowed: dict[tuple[str, bool], np.ndarray] = {}
         for component in components:
             if component.rows is None:
                 raise ValueError(f"request {unit.request_id!r}, pool {component.pool.name}: expected slots, got none")
-            refused[component.pool.name] = ~context.slots.may_save(component.pool, component.rows, component.keys)
+            for with_draft in (False, True):
+                allowed[component.pool.name, with_draft] = context.slots.may_save(
+                    component.pool, component.rows, component.keys, with_draft=with_draft
+                )
         shortcut = self._shortcut()
         objects = [
-            _Object(column, page, SaveStatus.REFUSED if refused[column.pool.name][page] else shortcut)
+            _Object(column, page, shortcut if good else SaveStatus.REFUSED)
             for column in all_columns
-            for page in range(len(column.keys))
+            for page, good in enumerate(allowed[column.pool.name, any(f.draft for f in column.spec.fragments)])
         ]
         # Prefix order: if the store is full half-way, what is in it is a prefix.
         objects.sort(key=lambda item: item.page)
@@ -114,8 +119,11 @@ class Saver:
             return SaveStatus.SHED
         return None
 
-    async def _save_unit(self, unit: TransferUnit, objects: Sequence[_Object]) -> None:
+    async def _save_unit(
+        self, unit: TransferUnit, objects: Sequence[_Object], staged: Callable[[TransferUnit], object]
+    ) -> None:
         if not objects:
+            staged(unit)
             return
         context = self._context
         seconds = context.config.save_deadline if unit.deadline is None else unit.deadline
@@ -131,12 +139,13 @@ class Saver:
             else:
                 shared.append((item, other))
         try:
-            with anyio.move_on_after(seconds):
+            with context.wait_until(anyio.current_time() + seconds):
                 if mine and unit.ready is not None:
                     fence = unit.ready
                     await context.fences.run(lambda: wait_for(fence))
-                for batch in self._batches(mine):
-                    await self._save_batch(batch)
+                batches = list(self._batches(mine))
+                for batch in batches:
+                    await self._save_batch(batch, lambda last=batch is batches[-1]: last and staged(unit))  # type: ignore[misc]
                 for item, other in shared:
                     if other.status is None and other.done is not None:
                         await other.done.wait()
@@ -150,6 +159,7 @@ class Saver:
             for item in mine:
                 del self._under_way[item.key]
             done.set()
+            staged(unit)
         skipped = [item for item in objects if item.status in (SaveStatus.SHED, SaveStatus.STORE_FULL)]
         if skipped:
             _log.info(events.SAVE_SKIPPED, request_id=unit.request_id, objects=len(skipped), status=skipped[0].status)
@@ -168,7 +178,7 @@ class Saver:
         if batch:
             yield batch
 
-    async def _save_batch(self, batch: list[_Object]) -> None:
+    async def _save_batch(self, batch: list[_Object], staged: Callable[[], object]) -> None:
         landing = self._context.landing
         by_column: dict[Column, list[_Object]] = {}
         for item in batch:
@@ -188,6 +198,7 @@ class Saver:
             for segment in segments:
                 landing.release(segment)
             raise
+        staged()
         await self._write(ordered, segments)
 
     async def _stage(self, by_column: dict[Column, list[_Object]], segments: Sequence[Segment]) -> None:

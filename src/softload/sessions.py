@@ -143,19 +143,27 @@ class SessionTable:
                     asyncio.get_running_loop().call_soon(self._end_unheld)
                 self._unheld.append(session)
 
+    def wants_renewal(self, session: Session) -> bool:
+        """Whether a session should be started again before its next read, and can be."""
+        return (
+            session.state is SessionState.OPEN
+            and session.epoch == self._epoch
+            and self._runs_out(session)
+            and not self.master_suspect
+        )
+
     async def renew(self, sessions: Sequence[Session], *, force: bool = False) -> list[PageStatus]:
         """Make held sessions fit for a read: start again those whose lease runs out soon, or all of them with `force`.
 
         Returns:
             per session `LOADED`, or why it must not be read: one from before an outage answers `REPLICA_CHANGED`.
         """
-        oldest = self._clock() - self._ttl * 2 / 3
         again = [
             session
             for session in sessions
             if session.state is SessionState.OPEN
             and session.epoch == self._epoch
-            and (force or session.started_at < oldest)
+            and (force or self._runs_out(session))
         ]
         # A failed start erases the live session, so nothing is risked while the master does not answer.
         if again and not self.master_suspect:
@@ -191,6 +199,10 @@ class SessionTable:
     def groups(self) -> tuple[CallGroup, CallGroup]:
         """The threads that start and end sessions."""
         return self._starts, self._ends
+
+    def _runs_out(self, session: Session) -> bool:
+        """Whether less than a third of its lease is left."""
+        return session.started_at < self._clock() - self._ttl * 2 / 3
 
     async def _start(self, sessions: list[Session]) -> dict[str, Session | PageStatus]:
         keys = [session.key for session in sessions]

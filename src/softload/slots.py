@@ -49,6 +49,7 @@ class SlotTable:
     def __init__(self) -> None:
         self._states: dict[PoolName, npt.NDArray[np.uint8]] = {}
         self._keys: dict[PoolName, npt.NDArray[np.int64]] = {}
+        self._draftless: dict[PoolName, npt.NDArray[np.bool_]] = {}
 
     def reserve(self, wanted: Sequence[tuple[DevicePool, Rows, Sequence[str]]], request_id: str) -> None:
         """RESERVED: `(pool, rows, page keys)` of one unit, all or nothing.
@@ -74,10 +75,16 @@ class SlotTable:
             states, keys = self._of(pool)
             states[rows] = SlotState.RESERVED
             keys[rows] = [hash(key) for key in page_keys]
+            self._draftless[pool.name][rows] = False
 
     def move(self, pool: DevicePool, rows: Rows, state: SlotState) -> None:
         """Put a unit's own slots into `state`."""
         self._of(pool)[0][rows] = state
+
+    def lack_draft(self, pool: DevicePool, rows: Rows) -> None:
+        """The target's bytes are committed, the packed draft's slots hold zeros."""
+        self._of(pool)
+        self._draftless[pool.name][rows] = True
 
     def state(self, pool: DevicePool, row: int) -> SlotState:
         """The state of one page row."""
@@ -88,12 +95,25 @@ class SlotTable:
         states = self._of(pool)[0]
         mine = rows[states[rows] == SlotState.RELEASED]
         states[mine] = SlotState.IDLE
+        self._draftless[pool.name][rows] = False
 
-    def may_save(self, pool: DevicePool, rows: Rows, page_keys: Sequence[str]) -> npt.NDArray[np.bool_]:
-        """Per page, whether its slots may be stored under its key: not while a unit fills them, not after it failed."""
+    def may_save(
+        self, pool: DevicePool, rows: Rows, page_keys: Sequence[str], *, with_draft: bool = False
+    ) -> npt.NDArray[np.bool_]:
+        """Per page, whether its slots may be stored under its key: not while a unit fills them, not after it failed.
+
+        Args:
+            pool: the slots' pool.
+            rows: the pages' rows.
+            page_keys: one key per page.
+            with_draft: whether the packed draft's bytes are to be stored too: not where they are zeros.
+        """
         states, keys = self._of(pool)
         mine = states[rows]
-        failed = (mine == SlotState.RELEASED) & (keys[rows] == np.array([hash(key) for key in page_keys], np.int64))
+        failed = mine == SlotState.RELEASED
+        if with_draft:
+            failed |= self._draftless[pool.name][rows]
+        failed &= keys[rows] == np.array([hash(key) for key in page_keys], np.int64)
         allowed: npt.NDArray[np.bool_] = ~(np.isin(mine, _ACTIVE) | failed)
         return allowed
 
@@ -105,4 +125,5 @@ class SlotTable:
         if pool.name not in self._states:
             self._states[pool.name] = np.zeros(pool.num_pages, np.uint8)
             self._keys[pool.name] = np.zeros(pool.num_pages, np.int64)
+            self._draftless[pool.name] = np.zeros(pool.num_pages, np.bool_)
         return self._states[pool.name], self._keys[pool.name]

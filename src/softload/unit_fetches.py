@@ -67,13 +67,16 @@ class UnitFetches:
     async def read(self, turn: Turn) -> None:
         """Be granted landing memory, whole and in turn, then join what is on its way and queue reads of the rest."""
         landing = self._context.landing
-        new = self._not_here()
-        while landing.cost(_runs(new)) > landing.limit(self._share):
+        wanted = self._objects()
+        while landing.cost(_runs(wanted)) > landing.limit(self._share):
             pages = self._pages.pages
             self._pages.limit(pages - max(1, pages // 8), PageStatus.SHED)
-            new = self._not_here()
-        segments = landing.try_grant(_runs(new), self._share) if new else []  # nothing waits for nothing
+            wanted = self._objects()
+        new = [(item, size) for item, size in wanted if self._context.reader.find(item.key) is None]
+        segments = landing.try_grant(_runs(new), self._share)
         if segments is None:
+            # What is here now need not be here when there is room, and who waits holds nothing: so room for all of it.
+            new = wanted
             segments = await landing.grant(_runs(new), self._share) or []
         await self._assign(new, segments, turn)
 
@@ -112,20 +115,25 @@ class UnitFetches:
         for wanted in list(self._fetches):
             self._let_go(wanted, keep=keep)
 
-    def _not_here(self) -> list[tuple[Wanted, int]]:
-        """Objects that must be read, with their sizes; each key once."""
+    def _objects(self) -> list[tuple[Wanted, int]]:
+        """The objects that are needed, with their sizes; each key once."""
         keys: set[str] = set()
-        new = []
+        objects = []
         for wanted in self._pages.needed():
-            if wanted.key not in keys and self._context.reader.find(wanted.key) is None:
+            if wanted.key not in keys:
                 keys.add(wanted.key)
-                new.append((wanted, self._size(wanted)))
-        return new
+                objects.append((wanted, self._size(wanted)))
+        return objects
 
     async def _assign(self, new: list[tuple[Wanted, int]], segments: list[Segment], turn: Turn) -> None:
         """Join or start every fetch, column by column: the first layers' reads are out before the last are planned."""
         spare = {wanted.key: segment for (wanted, _), segment in zip(new, segments, strict=True)}
         ranged: list[Part] = []
+        for wanted in self._pages.needed():  # all at once: what is here now may be gone after the next await
+            fetch = self._context.reader.find(wanted.key)
+            if fetch is not None:
+                self._context.counters.shared_objects += 1
+                self._hold(wanted, fetch)
         try:
             for column in list(self._pages.all_columns()):
                 parts = self._assign_column(column, spare)
@@ -149,6 +157,8 @@ class UnitFetches:
         parts: list[Part] = []
         for page in self._pages.pages_of(column):
             wanted, key = Wanted(column, page), column.keys[page]
+            if wanted in self._fetches:
+                continue
             fetch = reader.find(key)
             if fetch is not None:
                 self._context.counters.shared_objects += 1
@@ -179,7 +189,9 @@ class UnitFetches:
         self._wants.setdefault(fetch, []).append(wanted)
 
     def _let_go(self, wanted: Wanted, *, timed_out: bool = False, keep: bool = False) -> None:
-        fetch = self._fetches.pop(wanted)
+        fetch = self._fetches.pop(wanted, None)
+        if fetch is None:  # leaving another made room for a queued read that was shed, and that pruned this one
+            return
         self._wants[fetch].remove(wanted)
         if not self._wants[fetch]:
             del self._wants[fetch]

@@ -97,7 +97,9 @@ class Pools:
         draft = None
         if self.has_sidecar:
             chosen = tuple(page_keys if draft_keys is None else draft_keys)
-            draft = (ComponentTransfer(PoolName.DRAFT, chosen, None if mine is None else mine[: len(chosen) * PAGE_SIZE]),)
+            draft = (
+                ComponentTransfer(PoolName.DRAFT, chosen, None if mine is None else mine[: len(chosen) * PAGE_SIZE]),
+            )
         return TransferUnit(request_id, target, draft, **options)
 
     def fill(self, page_keys: Sequence[str], rows: Sequence[int], *, pools: Iterable[PoolName] | None = None) -> None:
@@ -241,12 +243,18 @@ async def opened(page_store: PageStore, pools: Pools, **options: Any) -> AsyncIt
                 page_store.release()
 
 
+async def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    """Wait for what a thread or a background task brings about, and nothing signals."""
+    with anyio.fail_after(seconds):
+        while not condition():  # noqa: ASYNC110
+            await anyio.sleep(0.001)
+
+
 async def settle(loader: PageLoader) -> None:
     """Wait until nothing is under way, then check that nothing is held."""
     with anyio.fail_after(10):
         await loader.drain()
-        while loader.statistics().open_sessions:
-            await anyio.sleep(0.001)
+    await eventually(lambda: not loader.statistics().open_sessions)
     assert_idle(loader)
 
 
@@ -306,7 +314,7 @@ class LyingStore(WrapperStore):
     def lie(
         self, method: str, when: Callable[[str], bool], answer: object, *, times: int = 1 << 30, skip: int = 0
     ) -> None:
-        """Answer `answer`, or a callable's answer to (key, truth), for `times` keys that fit, after the first `skip`."""
+        """Answer `answer`, or what it makes of (key, truth), for `times` keys that fit, after the first `skip`."""
         with self._lock:
             self._lies.append(_Lie(method, when, answer, times, skip))
 
@@ -384,3 +392,10 @@ def from_call(number: int) -> Callable[[Sequence[str]], bool]:
     """For `HangingStore.hold`: hold call `number`, from 0, and all that come after it."""
     calls = itertools.count()
     return lambda _: next(calls) >= number
+
+
+class Held(WrapperStore):
+    """Stays open when a loader closes it, for the next loader."""
+
+    def close(self) -> None:
+        """Nothing."""

@@ -99,9 +99,13 @@ class Engine:
         """A page's rows hold its own bytes; those of the draft are `good`, `zero` or anything (`any`)."""
         for pool, buffer, view in self._views():
             if not pool.is_draft_buffer(buffer):
-                assert np.array_equal(view[row], content(key, pool.name, buffer)), f"wrong bytes: {key}, buffer {buffer}"
+                assert np.array_equal(view[row], content(key, pool.name, buffer)), (
+                    f"wrong bytes: {key}, buffer {buffer}"
+                )
             elif draft == "good":
-                assert np.array_equal(view[row], content(key, pool.name, buffer)), f"wrong draft: {key}, buffer {buffer}"
+                assert np.array_equal(view[row], content(key, pool.name, buffer)), (
+                    f"wrong draft: {key}, buffer {buffer}"
+                )
             elif draft == "zero":
                 assert not view[row].any(), f"stale draft: {key}, buffer {buffer}"
 

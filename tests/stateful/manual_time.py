@@ -24,7 +24,9 @@ class ManualLoop(asyncio.SelectorEventLoop):
         self.clock = clock
         self.errors: list[str] = []
         super().__init__()
-        self.set_exception_handler(lambda _, context: self.errors.append(repr(context)))
+        self.set_exception_handler(
+            lambda _, context: self.errors.append(str(context.get("exception") or context["message"]))
+        )
 
     def time(self) -> float:
         """The manual clock's seconds."""

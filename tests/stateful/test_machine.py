@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from softload import Integrity, Layout, ReadMode
+from softload import DraftPolicy, Integrity, Layout, ReadMode
 from softload.geometry import DraftMode
 
 from .machine import LoaderMachine
@@ -22,6 +22,7 @@ CASES: dict[str, dict[str, Any]] = {
     "grouped": {},
     "grouped-full": {"integrity": Integrity.FULL},
     "grouped-sidecar": {"draft": DraftMode.SIDECAR},
+    "grouped-sidecar-required": {"draft": DraftMode.SIDECAR, "draft_policy": DraftPolicy.REQUIRE},
     "grouped-packed": {"draft": DraftMode.PACKED, "integrity": Integrity.FULL},
     "grouped-tiny": {"landing_bytes": TINY, "draft": DraftMode.SIDECAR},
     "grouped-evicting": {"store_bytes": 256 << 10},
@@ -43,6 +44,4 @@ CASES: dict[str, dict[str, Any]] = {
 def test_whatever_happens_nothing_leaks_and_no_wrong_byte_is_accepted(case: str) -> None:
     machine = type(f"Machine_{case.replace('-', '_')}", (LoaderMachine,), CASES[case])
     examples = int(os.environ.get("MACHINE_EXAMPLES", "300" if DEEP else "12"))
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
-        machine, settings=settings(max_examples=examples, stateful_step_count=60 if DEEP else 40)
-    )
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=60 if DEEP else 40))

@@ -59,7 +59,9 @@ def test_a_whole_foreign_object_with_its_valid_tail_is_found(payload: int, integ
 def test_a_torn_object_is_found_at_every_block(payload: int, foreign_first: bool, integrity: Integrity) -> None:
     mine, foreign = made("key", payload), made("another", payload, seed=1)
     for boundary in range(BLOCK, payload + 1, BLOCK):
-        torn = np.concatenate([foreign[:boundary], mine[boundary:]] if foreign_first else [mine[:boundary], foreign[boundary:]])
+        torn = np.concatenate(
+            [foreign[:boundary], mine[boundary:]] if foreign_first else [mine[:boundary], foreign[boundary:]]
+        )
         assert not check_tail("key", torn, integrity), f"torn at {boundary} of {payload}"
 
 

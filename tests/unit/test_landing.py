@@ -59,9 +59,7 @@ def check_memory(memory: LandingMemory, segments: Sequence[Segment]) -> None:
     assert statistics.quarantined == memory.quarantined() == quarantined
     assert statistics.in_use == sum(each.reserved for each in held) - quarantined
     by_share = {
-        share: sum(
-            each.reserved for each in held if each.share is share and each.state is not SegmentState.QUARANTINED
-        )
+        share: sum(each.reserved for each in held if each.share is share and each.state is not SegmentState.QUARANTINED)
         for share in Share
     }
     assert all(by_share[share] <= memory.limit(share) for share in Share)
@@ -143,13 +141,13 @@ async def _run_plan(plan: list[tuple[object, ...]]) -> None:
                         memory.quarantine(segment, "owner")
         await settle()
         check_memory(memory, every)
-        for share, queue in memory._queues.items():
-            assert len(queue) == len(waiting[share])
-            if queue and memory._fits(queue[0].total, share):
+        for share, waiters in memory._queues.items():
+            assert len(waiters) == len(waiting[share])
+            if waiters and memory._fits(waiters[0].total, share):
                 longest = max(length for arena in memory.arenas for length in [0, *arena._lengths])
                 free = sum(arena.free_bytes for arena in memory.arenas)
-                size = queue[0].sizes[0][0]
-                assert longest < size or free < queue[0].total, "the first in the queue waits although it fits"
+                size = waiters[0].sizes[0][0]
+                assert longest < size or free < waiters[0].total, "the first in the queue waits although it fits"
     for segments in grants:
         for segment in segments:
             memory.release(segment)

@@ -42,7 +42,7 @@ _MAX_DECODE_STEPS = 8
 _COMPUTE_THREADS = 2
 _IDLE_SECONDS = 2.0
 _SETTLE_SECONDS = 60.0
-_COLLECT_SECONDS = 1.0
+_COLLECT_SECONDS = 5.0
 _DEFAULT_STORE_BYTES = {"memory": 1 << 30, "mooncake": 256 * MIB}
 
 ZEROS = (
@@ -77,10 +77,10 @@ async def replay(
         )
     touched = None if faulty is None else _touched_by(faulty, pools, config)
     ledger = Ledger(metrics, LruBound(capacity), options.draft, touched)
-    jobs = [Job.of(request, shape, num_pages // 2, _MAX_DECODE_STEPS) for request in requests]
-    metrics.cut_pages = sum(
-        len(r.full_blocks) * shape.pages_per_block - len(j.keys) for r, j in zip(requests, jobs, strict=True)
-    )
+    max_pages = num_pages // 2
+    metrics.cut_pages = sum(max(0, len(r.full_blocks) * shape.pages_per_block - max_pages) for r in requests)
+    # Made one by one as they arrive: a job and what it was told are gone when it ends.
+    jobs = ((request, Job.of(request, shape, max_pages, _MAX_DECODE_STEPS)) for request in requests)
 
     with ThreadPoolExecutor(_COMPUTE_THREADS, thread_name_prefix="replay-compute") as executor:
         idle = await _idle_lag(memory, executor)
@@ -93,7 +93,7 @@ async def replay(
                     async with anyio.create_task_group() as tasks:
                         tasks.start_soon(_watch, metrics, len(requests), progress)
                         tasks.start_soon(_keep_heap_small)
-                        await scheduler.run(requests, jobs)
+                        await scheduler.run(jobs)
                         tasks.cancel_scope.cancel()
                     wall = time.perf_counter() - started
                 await loader.drain()

@@ -79,13 +79,13 @@ class Scheduler:
         self._admit = asyncio.Event()
         self._arrived_all = False
 
-    async def run(self, requests: Iterable[TraceRequest], jobs: Iterable[Job]) -> None:
-        """Serve `jobs`, which arrive with the timestamps of `requests`."""
+    async def run(self, jobs: Iterable[tuple[TraceRequest, Job]]) -> None:
+        """Serve jobs, which arrive with the timestamps of their requests."""
         async with anyio.create_task_group() as tasks:
             self._tasks: TaskGroup = tasks
             if self._options.admission is AdmissionMode.STREAM:
                 tasks.start_soon(self._admit_streams, name="admission")
-            tasks.start_soon(self._arrivals, requests, jobs, name="arrivals")
+            tasks.start_soon(self._arrivals, jobs, name="arrivals")
             await self._steps()
             tasks.cancel_scope.cancel()  # ends the admission loop; every job has ended
 
@@ -93,9 +93,9 @@ class Scheduler:
     def _finished(self) -> bool:
         return self._arrived_all and self._metrics.done == self._metrics.requests
 
-    async def _arrivals(self, requests: Iterable[TraceRequest], jobs: Iterable[Job]) -> None:
+    async def _arrivals(self, jobs: Iterable[tuple[TraceRequest, Job]]) -> None:
         start = time.perf_counter()
-        for request, job in zip(requests, jobs, strict=True):
+        for request, job in jobs:
             if self._options.speed is not None:
                 await asyncio.sleep(start + request.timestamp / 1e3 / self._options.speed - time.perf_counter())
             await self._permits.acquire()

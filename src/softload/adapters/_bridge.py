@@ -1,0 +1,182 @@
+"""A `PageLoader` for engines without an event loop: one daemon thread, one loop, one blocking portal."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+import weakref
+from collections.abc import Awaitable, Callable
+from concurrent.futures import CancelledError, Future
+from typing import TypeVar
+
+import anyio
+import structlog
+from anyio.from_thread import BlockingPortal
+
+from softload.errors import LoaderClosedError, StoreSetupError
+from softload.loader import PageLoader
+from softload.telemetry import Statistics
+
+__all__ = ["LoaderBridge"]
+
+T = TypeVar("T")
+
+_log = structlog.get_logger(__name__)
+
+
+class LoaderBridge:
+    """Owns a loader on a loop of its own; callable from any thread, and no call waits without a bound.
+
+    A store that cannot be set up costs the cache, not the engine: the bridge stays without a loader, tries again every
+    `retry_seconds`, and `loader` is ``None`` until then.
+
+    Args:
+        make_loader: makes a loader with a store that was not opened yet; called for every attempt.
+        retry_seconds: between two attempts to set the store up.
+    """
+
+    def __init__(self, make_loader: Callable[[], PageLoader], *, retry_seconds: float = 10.0) -> None:
+        self._make_loader = make_loader
+        self._retry_seconds = retry_seconds
+        self._portal: BlockingPortal | None = None
+        self._stop: anyio.Event | None = None
+        self._attempted = threading.Event()
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._loader: PageLoader | None = None
+        self._failure: Exception | None = None
+
+    def __repr__(self) -> str:
+        state = "closed" if self._thread is None or self._ended.is_set() else "open" if self._loader else "no store"
+        return f"<LoaderBridge: {state}>"
+
+    @property
+    def loader(self) -> PageLoader | None:
+        """The open loader; use it on the loop only, that is in functions given to `spawn` and `call`."""
+        return self._loader
+
+    @property
+    def setup_error(self) -> StoreSetupError | None:
+        """Why there is no loader."""
+        return self._failure if isinstance(self._failure, StoreSetupError) else None
+
+    def start(self, timeout: float) -> bool:
+        """Start the loop and wait until the store is set up or has refused; False where it is not there in time.
+
+        Raises:
+            Exception: what making the loader raised, other than a `StoreSetupError`: a mistake in its settings.
+        """
+        if self._thread is not None:
+            raise RuntimeError("this LoaderBridge was started already")
+        self._thread = threading.Thread(target=self._run, name="softload-loop", daemon=True)
+        self._thread.start()
+        # The thread is a daemon, so that it never keeps a process; without this the store's own processes might stay.
+        close = weakref.WeakMethod(self.close)
+        atexit.register(_close_at_exit, close)
+        self._attempted.wait(timeout)
+        if self._failure is not None and not isinstance(self._failure, StoreSetupError):
+            raise self._failure
+        return self._loader is not None
+
+    def spawn(self, function: Callable[[], Awaitable[T]]) -> Future[T]:
+        """Run a coroutine function on the loop, now; cancelling the future cancels it.
+
+        Raises:
+            LoaderClosedError: the bridge was not started, or is closed.
+        """
+        portal = self._portal
+        if portal is None or self._ended.is_set():
+            raise LoaderClosedError("the loader's event loop does not run")
+        try:
+            return portal.start_task_soon(function)
+        except RuntimeError as error:  # the portal is closing
+            raise LoaderClosedError("the loader's event loop has ended") from error
+
+    def call(self, function: Callable[[], Awaitable[T]], timeout: float) -> T:
+        """Run a coroutine function on the loop and wait for it.
+
+        Raises:
+            TimeoutError: it took longer than `timeout` seconds; it was cancelled.
+            LoaderClosedError: the bridge is closed, or was closed meanwhile.
+        """
+        future = self.spawn(function)
+        try:
+            return future.result(timeout)
+        except CancelledError:
+            raise LoaderClosedError("the loader was closed") from None
+        except TimeoutError:
+            future.cancel()
+            raise
+
+    def statistics(self, timeout: float = 1.0) -> Statistics | None:
+        """The loader's statistics, read on its loop; ``None`` without a loader."""
+
+        async def read() -> Statistics | None:
+            return None if self._loader is None else self._loader.statistics()
+
+        return self.call(read, timeout)
+
+    def close(self, timeout: float = 10.0) -> bool:
+        """Close the loader and end the loop; True where that was done in time. May be called twice."""
+        if self._thread is None:
+            return True
+        until = time.monotonic() + timeout
+        portal, stop = self._portal, self._stop
+        if portal is not None and stop is not None and not self._ended.is_set():
+            try:
+                portal.start_task_soon(_set, stop)
+            except RuntimeError:
+                pass  # it is ending by itself
+        return self._ended.wait(max(0.0, until - time.monotonic()))
+
+    def _run(self) -> None:
+        try:
+            anyio.run(self._main)
+        except Exception as error:  # handed to start(), or told to whoever looks
+            self._failure = error
+            if self._attempted.is_set():
+                _log.exception("loader.loop_failed")
+        finally:
+            self._loader = None
+            self._ended.set()
+            self._attempted.set()
+
+    async def _main(self) -> None:
+        self._stop = anyio.Event()
+        async with BlockingPortal() as portal:
+            self._portal = portal
+            try:
+                await self._serve(self._stop)
+            finally:
+                self._loader = None
+                await portal.stop(cancel_remaining=True)
+
+    async def _serve(self, stop: anyio.Event) -> None:
+        told = ""
+        while not stop.is_set():
+            try:
+                async with self._make_loader() as loader:
+                    self._failure = None
+                    self._loader = loader
+                    self._attempted.set()
+                    await stop.wait()
+                    self._loader = None
+            except StoreSetupError as error:
+                self._failure = error
+                if str(error) != told:
+                    told = str(error)
+                    _log.error("store.unavailable", error=told, retry_s=self._retry_seconds)
+                self._attempted.set()
+                with anyio.move_on_after(self._retry_seconds):
+                    await stop.wait()
+
+
+async def _set(event: anyio.Event) -> None:
+    event.set()
+
+
+def _close_at_exit(close: weakref.WeakMethod[Callable[[float], bool]]) -> None:
+    method = close()
+    if method is not None:
+        method(5.0)

@@ -1,0 +1,157 @@
+"""Settings of the connector: what `kv_connector_extra_config` may hold, checked when the engine starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from typing import Any
+
+from softload.config import DraftPolicy, Integrity, Layout, LoaderConfig
+from softload.stores import open_store, parse_duration, parse_size
+
+__all__ = ["ConnectorOptions", "LoadMode"]
+
+_SIZES = ("landing_bytes",)
+_DURATIONS = ("deadline", "lookup_deadline", "save_deadline", "hold_limit", "prefetch_ttl", "start_timeout")
+_COUNTS = ("truncate_pages", "read_lanes", "write_lanes")
+_FLAGS = ("save", "require_store", "allow_fail_policy")
+
+
+class LoadMode(StrEnum):
+    """When bytes come, and who waits for them."""
+
+    PREFETCH = "prefetch"
+    """They land while the request waits in the queue, without KV blocks; blocks are taken for what landed."""
+
+    ASYNC = "async"
+    """Blocks are taken for what the store says it has; the load fills them while other requests run."""
+
+    LAYERWISE = "layerwise"
+    """Blocks are taken at once, and the forward waits for each layer. Needs a scheduler without async scheduling."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectorOptions:
+    """Settings of one `SoftloadConnector`. Durations in seconds, sizes in bytes; as text also ``"500ms"``, ``"2GiB"``.
+
+    Args:
+        store: URL for `softload.open_store`.
+        namespace: what object keys start with; made from the model's name and configuration by default.
+        mode: see `LoadMode`.
+        layout: see `softload.Layout`.
+        integrity: see `softload.Integrity`.
+        draft_policy: see `softload.DraftPolicy`.
+        truncate_pages: the most blocks that the draft policy `truncate` gives up.
+        deadline: from a request's first look at the scheduler until it is answered with what has landed.
+        lookup_deadline: the part of it that the question for what is there may take.
+        save_deadline: a save that is not done by then is given up.
+        hold_limit: how long landed bytes wait for the scheduler to find blocks for them.
+        prefetch_ttl: how long landed bytes that nobody took may serve other requests.
+        landing_bytes: landing memory of each worker.
+        read_lanes: reads of the store at a time.
+        write_lanes: writes to the store at a time.
+        save: whether computed blocks are saved.
+        require_store: whether a store that cannot be set up keeps the engine from starting.
+        start_timeout: how long the start waits for the store.
+        allow_fail_policy: accept a `kv_load_failure_policy` under which a failed load ends its request.
+
+    Raises:
+        ValueError: an unknown key, or a value out of range.
+    """
+
+    store: str
+    namespace: str | None = None
+    mode: LoadMode = LoadMode.PREFETCH
+    layout: Layout = Layout.GROUPED
+    integrity: Integrity = Integrity.SAMPLE
+    draft_policy: DraftPolicy = DraftPolicy.DROP
+    truncate_pages: int = 8
+    deadline: float = 2.0
+    lookup_deadline: float = 0.5
+    save_deadline: float = 30.0
+    hold_limit: float = 60.0
+    prefetch_ttl: float = 10.0
+    landing_bytes: int = 1 << 30
+    read_lanes: int = 4
+    write_lanes: int = 2
+    save: bool = True
+    require_store: bool = False
+    start_timeout: float = 30.0
+    allow_fail_policy: bool = False
+
+    def __post_init__(self) -> None:
+        for name, kind in (
+            ("mode", LoadMode),
+            ("layout", Layout),
+            ("integrity", Integrity),
+            ("draft_policy", DraftPolicy),
+        ):
+            value = getattr(self, name)
+            if value not in list(kind):
+                raise ValueError(f"kv_connector_extra_config: {name}: expected one of {', '.join(kind)}, got {value!r}")
+            object.__setattr__(self, name, kind(value))
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(
+                    f"kv_connector_extra_config: {name}: expected true or false, got {getattr(self, name)!r}"
+                )
+        for name in (*_SIZES, *_COUNTS):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < (0 if name == "truncate_pages" else 1):
+                raise ValueError(f"kv_connector_extra_config: {name}: expected a positive whole number, got {value!r}")
+        for name in _DURATIONS:
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < float("inf"):
+                raise ValueError(f"kv_connector_extra_config: {name}: expected 0 or more seconds, got {value!r}")
+        self.loader_config("check")
+
+    @classmethod
+    def parse(cls, extra: Mapping[str, Any]) -> ConnectorOptions:
+        """The settings that `kv_connector_extra_config` holds.
+
+        Raises:
+            ValueError: no store, an unknown key, or a value that does not parse.
+        """
+        known = [field.name for field in fields(cls)]
+        unknown = sorted(set(extra) - set(known))
+        if unknown:
+            raise ValueError(
+                f"kv_connector_extra_config: expected keys out of {', '.join(known)}, got {', '.join(unknown)}"
+            )
+        if not isinstance(extra.get("store"), str):
+            raise ValueError(
+                "kv_connector_extra_config: store: expected a URL like mooncake://host:port, "
+                f"got {extra.get('store')!r}"
+            )
+        values = dict(extra)
+        for names, parse in ((_SIZES, parse_size), (_DURATIONS, parse_duration)):
+            for name in names:
+                if isinstance(values.get(name), str):
+                    try:
+                        values[name] = parse(values[name])
+                    except ValueError as error:
+                        raise ValueError(f"kv_connector_extra_config: {name}: {error}") from None
+        options = cls(**values)
+        open_store(options.store)  # only parsed: it connects when a loader opens it
+        return options
+
+    def loader_config(self, namespace: str, *, tp_rank: int = 0, pp_rank: int = 0) -> LoaderConfig:
+        """The loader's settings of one worker."""
+        return LoaderConfig(
+            namespace=namespace,
+            tp_rank=tp_rank,
+            pp_rank=pp_rank,
+            layout=self.layout,
+            integrity=self.integrity,
+            draft_policy=self.draft_policy,
+            truncate_pages=self.truncate_pages,
+            deadline=self.deadline,
+            lookup_deadline=self.lookup_deadline,
+            save_deadline=self.save_deadline,
+            landing_bytes=self.landing_bytes,
+            read_lanes=self.read_lanes,
+            write_lanes=self.write_lanes,
+            hold_limit=self.hold_limit,
+            prefetch_ttl=self.prefetch_ttl,
+        )

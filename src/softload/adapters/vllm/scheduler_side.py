@@ -1,0 +1,270 @@
+"""The connector's half in the scheduler: asks, answers, orders, and remembers what failed. It never waits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+from softload.adapters.vllm.messages import (
+    BlockIds,
+    LoadOrder,
+    Orders,
+    PlaceOrder,
+    PrefetchOrder,
+    Reports,
+    SaveOrder,
+    Ticket,
+)
+from softload.adapters.vllm.options import ConnectorOptions, LoadMode
+
+__all__ = ["EngineRequest", "SchedulerSide", "ScheduledStep"]
+
+_GRACE_SECONDS = 0.25
+"""How long after the deadline workers may take to say what landed by it."""
+
+_MAX_ATTEMPTS = 4
+"""Lookups of one request between two changes of what the engine has of it."""
+
+
+class EngineRequest(Protocol):
+    """What is used of vLLM's request."""
+
+    request_id: str
+    num_tokens: int
+    num_computed_tokens: int
+    num_preemptions: int
+    block_hashes: Sequence[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledStep:
+    """What a step computes, as far as saves are concerned.
+
+    Args:
+        num_tokens: tokens whose KV is certain after the step (speculated ones are not), by request.
+        block_ids: a request's block table.
+        written: blocks that the step writes, or may.
+    """
+
+    num_tokens: Mapping[str, int]
+    block_ids: Callable[[str], BlockIds]
+    written: Iterable[int]
+
+
+class _Phase(Enum):
+    IDLE = "idle"
+    ASKED = "asked"
+    LANDED = "landed"
+    LOADING = "loading"
+    ANSWERED = "answered"
+    """Nothing more to load until the request is preempted."""
+
+    FAILED = "failed"
+    """A load failed: not looked up again."""
+
+
+@dataclass(slots=True, eq=False)
+class _State:
+    """One request."""
+
+    request: EngineRequest
+    phase: _Phase = _Phase.IDLE
+    attempts: int = 0
+    preemptions: int = 0
+    asked_at: float | None = None
+    first_page: int = 0
+    keys: tuple[str, ...] = ()
+    reports: list[int] = field(default_factory=list)
+    loading: frozenset[int] = frozenset()
+    loading_tokens: int = 0
+    saved_pages: int | None = None
+    """Pages that need no save; ``None`` until it is known what the engine computes first."""
+
+    @property
+    def ticket(self) -> Ticket:
+        return self.request.request_id, self.attempts
+
+
+class SchedulerSide:
+    """See the module.
+
+    Args:
+        options: the connector's settings.
+        block_size: tokens per block.
+        workers: how many workers report.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self, options: ConnectorOptions, block_size: int, workers: int, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._options = options
+        self._block_size = block_size
+        self._workers = workers
+        self._clock = clock
+        self._states: dict[str, _State] = {}
+        self._orders = Orders()
+        self._unstaged: dict[int, tuple[int, frozenset[int]]] = {}
+        self._saves_ordered = 0
+        self.counters: dict[str, int] = {"restored_tokens": 0, "failed_loads": 0, "unanswered_lookups": 0}
+
+    # -- questions
+
+    def matched_tokens(self, request: EngineRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens can be had beyond the `num_computed_tokens` that the engine has; ``None``: ask again."""
+        state = self._states.setdefault(request.request_id, _State(request))
+        if state.preemptions < request.num_preemptions:
+            state.preemptions = request.num_preemptions
+            if state.phase is not _Phase.FAILED:
+                self._forget(state)
+                state.phase, state.attempts = _Phase.IDLE, state.attempts + 1
+                state.asked_at = None
+        first_page = num_computed_tokens // self._block_size
+        last_page = min((request.num_tokens - 1) // self._block_size, len(request.block_hashes))
+        if state.phase in (_Phase.ANSWERED, _Phase.FAILED, _Phase.LOADING) or last_page <= first_page:
+            self._answer(state)
+            return 0, False
+        if state.phase is not _Phase.IDLE and state.first_page != first_page:
+            # What the engine has of the prefix changed while this request waited: what landed does not fit any more.
+            self._forget(state)
+            state.phase = _Phase.IDLE
+        if state.phase is _Phase.IDLE:
+            return self._ask(state, first_page, last_page)
+        if state.phase is _Phase.ASKED:
+            if len(state.reports) < self._workers:
+                if self._clock() < (state.asked_at or 0.0) + self._options.deadline + _GRACE_SECONDS:
+                    return None, False
+                self.counters["unanswered_lookups"] += 1
+                self._forget(state)
+                self._answer(state)
+                return 0, False
+            state.phase = _Phase.LANDED
+        pages = min(state.reports)
+        if not pages:
+            self._answer(state)
+            return 0, False
+        return pages * self._block_size, self._options.mode is not LoadMode.LAYERWISE
+
+    def allocated(self, request: EngineRequest, block_ids: Sequence[Sequence[int]], num_external_tokens: int) -> None:
+        """The engine has allocated blocks, for `num_external_tokens` that are to be loaded."""
+        state = self._states.get(request.request_id)
+        if state is None:
+            return
+        if num_external_tokens <= 0:
+            if state.phase is not _Phase.LOADING:
+                self._forget(state)
+                self._answer(state)
+            return
+        pages = -(-num_external_tokens // self._block_size)
+        first = state.first_page
+        wanted: BlockIds = tuple(tuple(ids[first : first + pages]) for ids in block_ids)
+        state.loading = frozenset(block for ids in wanted for block in ids)
+        state.loading_tokens = num_external_tokens
+        state.saved_pages = first + pages
+        state.phase = _Phase.LOADING
+        if self._options.mode is LoadMode.PREFETCH:
+            self._orders.places.append(PlaceOrder(state.ticket, wanted))
+        else:
+            self._orders.loads.append(LoadOrder(state.ticket, state.keys[:pages], wanted, self._options.deadline))
+
+    def finished(self, request_id: str) -> None:
+        """The request has ended; a load into its blocks is reported as received all the same."""
+        state = self._states.pop(request_id, None)
+        if state is not None:
+            self._forget(state)
+
+    # -- orders and reports
+
+    def take_orders(self, step: ScheduledStep) -> Orders:
+        """The orders that go with a step."""
+        orders, self._orders = self._orders, Orders()
+        written = set(step.written).union(block for place in orders.places for ids in place.block_ids for block in ids)
+        written.update(block for load in orders.loads for ids in load.block_ids for block in ids)
+        orders.overwritten = [
+            number for number, (_, blocks) in self._unstaged.items() if not blocks.isdisjoint(written)
+        ]
+        if self._options.save:
+            orders.saves = list(self._saves(step))
+        return orders
+
+    def reported(
+        self, reports: Reports | None, received: Iterable[str], failed: Iterable[str], failed_blocks: Iterable[int]
+    ) -> None:
+        """What the workers have told: landed pages, loads that have ended, and what of them failed."""
+        if reports is not None:
+            for (request_id, attempt), pages in reports.landed.items():
+                state = self._states.get(request_id)
+                if state is not None and state.attempts == attempt:
+                    state.reports += pages
+            for number, count in reports.staged.items():
+                workers, blocks = self._unstaged.pop(number, (0, frozenset()))
+                if workers > count:
+                    self._unstaged[number] = workers - count, blocks
+        failures, bad_blocks = set(failed), frozenset(failed_blocks)
+        if self._options.mode is LoadMode.LAYERWISE:  # the step that was ordered to load has done so
+            received = [name for name, state in self._states.items() if state.phase is _Phase.LOADING]
+        for request_id in received:
+            state = self._states.get(request_id)
+            if state is None or state.phase is not _Phase.LOADING:
+                continue
+            if request_id in failures or not bad_blocks.isdisjoint(state.loading):
+                state.phase = _Phase.FAILED
+                state.saved_pages = None
+                self.counters["failed_loads"] += 1
+            else:
+                state.phase = _Phase.ANSWERED
+                self.counters["restored_tokens"] += state.loading_tokens
+            state.loading = frozenset()
+
+    # -- helpers
+
+    def _ask(self, state: _State, first_page: int, last_page: int) -> tuple[int | None, bool]:
+        now = self._clock()
+        if state.asked_at is None:
+            state.asked_at = now
+        left = state.asked_at + self._options.deadline - now
+        if left <= 0 or state.attempts >= _MAX_ATTEMPTS * (1 + state.preemptions):
+            self._answer(state)
+            return 0, False
+        state.attempts += 1
+        state.first_page = first_page
+        state.keys = tuple(bytes(digest).hex() for digest in state.request.block_hashes[first_page:last_page])
+        state.reports = []
+        state.phase = _Phase.ASKED
+        lookup_only = self._options.mode is not LoadMode.PREFETCH
+        self._orders.prefetches.append(PrefetchOrder(state.ticket, state.keys, left, lookup_only))
+        return None, False
+
+    def _answer(self, state: _State) -> None:
+        """Nothing is loaded for it, or nothing more."""
+        if state.phase not in (_Phase.FAILED, _Phase.LOADING):
+            state.phase = _Phase.ANSWERED
+
+    def _forget(self, state: _State) -> None:
+        """What was ordered for it and is not placed is not wanted any more."""
+        if state.phase in (_Phase.ASKED, _Phase.LANDED):
+            self._orders.cancelled.append(state.ticket)
+
+    def _saves(self, step: ScheduledStep) -> Iterator[SaveOrder]:
+        for request_id, num_tokens in step.num_tokens.items():
+            state = self._states.get(request_id)
+            if state is None:
+                continue
+            request = state.request
+            if state.saved_pages is None:
+                state.saved_pages = request.num_computed_tokens // self._block_size
+            first = state.saved_pages
+            last = min(min(num_tokens, request.num_tokens) // self._block_size, len(request.block_hashes))
+            if last <= first:
+                continue
+            table = step.block_ids(request_id)
+            block_ids: BlockIds = tuple(tuple(ids[first:last]) for ids in table)
+            state.saved_pages = last
+            self._saves_ordered += 1
+            blocks = frozenset(block for ids in block_ids for block in ids)
+            self._unstaged[self._saves_ordered] = self._workers, blocks
+            keys = tuple(bytes(digest).hex() for digest in request.block_hashes[first:last])
+            yield SaveOrder(self._saves_ordered, request_id, keys, block_ids)

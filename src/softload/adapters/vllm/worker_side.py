@@ -1,0 +1,256 @@
+"""The connector's half in a worker: carries orders out on the loader's loop, and tells what became of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import anyio
+import structlog
+
+from softload.adapters._bridge import LoaderBridge
+from softload.adapters.vllm.messages import (
+    BlockIds,
+    LoadOrder,
+    Orders,
+    PlaceOrder,
+    PrefetchOrder,
+    SaveOrder,
+    Ticket,
+)
+from softload.adapters.vllm.options import ConnectorOptions
+from softload.adapters.vllm.outbox import Outbox
+from softload.adapters.vllm.units import UnitMaker
+from softload.errors import LoaderClosedError
+from softload.outcomes import LoadReport
+from softload.transfer import Fence
+
+__all__ = ["WorkerSide"]
+
+_log = structlog.get_logger(__name__)
+
+_STAGING_SECONDS = 0.5
+"""How long a step may wait for saves to have read the blocks that it writes; then they are given up."""
+
+_GIVE_UP_SECONDS = 5.0
+"""A save that was given up ends after at most one chunk of copies; longer than this only if the device hangs."""
+
+
+@dataclass(slots=True, eq=False)
+class _Prefetch:
+    """Bytes that land, and wait for blocks."""
+
+    order: PrefetchOrder
+    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    placed: anyio.Event = field(default_factory=anyio.Event)
+    place: PlaceOrder | None = None
+    ready: Fence | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Save:
+    """One save order on its way."""
+
+    number: int
+    parts: int
+    futures: list[Future[None]] = field(default_factory=list)
+    staged: threading.Event = field(default_factory=threading.Event)
+
+
+class WorkerSide:
+    """See the module. Methods are called on the engine's thread and return at once, unless they say otherwise.
+
+    Args:
+        options: the connector's settings.
+        bridge: the loader, on its loop.
+        units: makes transfer units of pages and blocks.
+        outbox: what is to be told.
+        fence: answers with what the device has to reach before blocks may be read or written; ``None`` for nothing.
+    """
+
+    def __init__(
+        self,
+        options: ConnectorOptions,
+        bridge: LoaderBridge,
+        units: UnitMaker,
+        outbox: Outbox,
+        fence: Callable[[], Fence | None],
+    ) -> None:
+        self._options = options
+        self._bridge = bridge
+        self._units = units
+        self._outbox = outbox
+        self._fence = fence
+        self._prefetches: dict[Ticket, _Prefetch] = {}
+        self._saves: dict[int, _Save] = {}
+
+    def make_way(self, orders: Orders) -> None:
+        """Before the forward: wait, bounded, until saves have read the blocks that this step writes."""
+        jobs = [job for number in orders.overwritten if (job := self._saves.get(number)) is not None]
+        until = time.monotonic() + _STAGING_SECONDS
+        late = [job for job in jobs if not job.staged.wait(max(0.0, until - time.monotonic()))]
+        for job in late:
+            for future in job.futures:
+                future.cancel()
+        for job in late:
+            if not job.staged.wait(_GIVE_UP_SECONDS):
+                _log.error("save.not_given_up", number=job.number)
+
+    def start_loads(self, orders: Orders) -> None:
+        """After the forward was launched: prefetches, placements and loads."""
+        for ticket in orders.cancelled:
+            self._spawn(lambda ticket=ticket: self._cancel(ticket))  # type: ignore[misc]
+        for prefetch in orders.prefetches:
+            if not self._spawn(lambda order=prefetch: self._prefetch(order)):  # type: ignore[misc]
+                self._outbox.landed(prefetch.ticket, 0)
+        fence = self._fence() if orders.places or orders.loads else None
+        for place in orders.places:
+            self._outbox.expect(place.ticket[0])
+            if not self._spawn(lambda order=place: self._place(order, fence)):  # type: ignore[misc]
+                self._fail(place.ticket, place.block_ids)
+        for load in orders.loads:
+            self._outbox.expect(load.ticket[0])
+            if not self._spawn(lambda order=load: self._load(order, fence)):  # type: ignore[misc]
+                self._fail(load.ticket, load.block_ids)
+
+    def start_saves(self, orders: Orders) -> None:
+        """After the forward was launched: saves of what it computes."""
+        if not orders.saves:
+            return
+        fence = self._fence()
+        for order in orders.saves:
+            parts = list(self._units.save_parts(len(order.keys)))
+            job = _Save(order.number, len(parts))
+            self._saves[order.number] = job
+            for part in parts:
+                try:
+                    job.futures.append(
+                        self._bridge.spawn(lambda order=order, job=job, part=part: self._save(order, job, part, fence))  # type: ignore[misc]
+                    )
+                except LoaderClosedError:
+                    self._part_staged(job)
+
+    # -- on the loop
+
+    async def _prefetch(self, order: PrefetchOrder) -> None:
+        job = _Prefetch(order)
+        self._prefetches[order.ticket] = job
+        answered = False
+        try:
+            with job.scope:
+                loader = self._bridge.loader
+                pages = 0 if loader is None else (await loader.lookup(self._units.lookup(order))).pages
+                if loader is None or not pages or order.lookup_only:
+                    answered = True
+                    self._outbox.landed(order.ticket, pages)
+                    return
+                unit = self._units.prefetch(order, pages)
+                async with loader.prefetch([unit]) as prefetch:
+                    landed = (await prefetch.landed())[unit.request_id]
+                    answered = True
+                    self._outbox.landed(order.ticket, landed)
+                    if not landed:
+                        return
+                    await job.placed.wait()
+                    assert job.place is not None
+                    # From here on nothing ends it but its own end: the engine waits for it to let go of the blocks.
+                    with anyio.CancelScope(shield=True):
+                        placed = self._units.place(order, job.place, job.ready)
+                        self._finish(job.place.ticket, job.place.block_ids, await prefetch.place([placed]))
+        except LoaderClosedError:
+            pass  # told below
+        except Exception:
+            _log.exception("prefetch.raised", request_id=order.ticket[0])
+        finally:
+            del self._prefetches[order.ticket]
+            if not answered:
+                self._outbox.landed(order.ticket, 0)
+            if job.place is not None:
+                self._fail(job.place.ticket, job.place.block_ids)
+
+    async def _cancel(self, ticket: Ticket) -> None:
+        job = self._prefetches.get(ticket)
+        if job is not None and job.place is None:
+            job.scope.cancel()
+
+    async def _place(self, order: PlaceOrder, fence: Fence | None) -> None:
+        job = self._prefetches.get(order.ticket)
+        if job is None:  # what had landed was given up meanwhile
+            self._fail(order.ticket, order.block_ids)
+            return
+        job.place, job.ready = order, fence
+        job.placed.set()
+
+    async def _load(self, order: LoadOrder, fence: Fence | None) -> None:
+        restored = 0
+        until = anyio.current_time() + order.deadline
+        try:
+            for part in self._units.load_parts(len(order.keys)):
+                loader = self._bridge.loader
+                if loader is None:
+                    break
+                unit = self._units.load(order, part, max(0.0, until - anyio.current_time()), fence)
+                async with loader.load([unit]) as load:
+                    restored += (await load.report()).outcomes[unit.request_id].restored_pages
+                if restored < part.stop:
+                    break
+        except LoaderClosedError:
+            pass  # told below
+        except Exception:
+            _log.exception("load.raised", request_id=order.ticket[0])
+        finally:
+            self._received(order.ticket, order.block_ids, restored)
+
+    async def _save(self, order: SaveOrder, job: _Save, part: range, fence: Fence | None) -> None:
+        staged = False
+
+        def on_staged() -> None:
+            nonlocal staged
+            if not staged:
+                staged = True
+                self._part_staged(job)
+
+        try:
+            loader = self._bridge.loader
+            if loader is not None:
+                unit = self._units.save(order, part, fence)
+                if unit is not None:
+                    loader.computed(unit)
+                    await loader.save([unit], staged=lambda _: on_staged())
+        except LoaderClosedError:
+            pass
+        except Exception:
+            _log.exception("save.raised", request_id=order.request_id)
+        finally:
+            on_staged()
+
+    # -- telling
+
+    def _spawn(self, function: Callable[[], Awaitable[None]]) -> bool:
+        try:
+            self._bridge.spawn(function)
+        except LoaderClosedError:
+            return False
+        return True
+
+    def _finish(self, ticket: Ticket, block_ids: BlockIds, report: LoadReport) -> None:
+        (outcome,) = report.outcomes.values()
+        self._received(ticket, block_ids, outcome.restored_pages)
+
+    def _fail(self, ticket: Ticket, block_ids: BlockIds) -> None:
+        self._received(ticket, block_ids, 0)
+
+    def _received(self, ticket: Ticket, block_ids: BlockIds, restored: int) -> None:
+        """Never for a draft's sake: what is told as bad is what the target lacks."""
+        bad = [block for ids in block_ids for block in ids[restored:]]
+        self._outbox.received(ticket[0], bad, failed=restored < len(block_ids[0]))
+
+    def _part_staged(self, job: _Save) -> None:
+        job.parts -= 1
+        if not job.parts:
+            self._saves.pop(job.number, None)
+            self._outbox.staged(job.number)
+            job.staged.set()

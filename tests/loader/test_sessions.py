@@ -1,0 +1,281 @@
+"""Ranged reads: sessions are counted, started once and ended once, and started again where that helps."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import anyio
+import pytest
+
+from softload import PageStatus
+from softload.protocols import Answer
+from softload.testing import Fault, FaultKind, FaultyStore, HangingStore, RecordingStore
+
+from .harness import (
+    LyingStore,
+    any_of,
+    arrived,
+    assert_outcome,
+    eventually,
+    from_call,
+    is_of,
+    keys,
+    load,
+    make_pools,
+    opened,
+    put,
+    settle,
+    store,
+)
+
+pytestmark = pytest.mark.asyncio
+
+RANGES = {"layout": "page", "read_mode": "ranges"}
+
+
+class AnswersSeen(LyingStore):
+    """Remembers every answer to a ranged read."""
+
+    def __init__(self, inner: RecordingStore) -> None:
+        super().__init__(inner)
+        self.answers: list[Answer] = []
+
+    def _told(self, method, keys, truths):  # type: ignore[no-untyped-def]  # noqa: ANN
+        answers = super()._told(method, keys, truths)
+        if method == "read_ranges":
+            self.answers += answers
+        return answers
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["held-until-all-wait", "as-they-come"])
+async def test_loads_that_share_pages_start_and_end_each_session_once(at_once: bool) -> None:
+    """32 loads at once share their first 8 pages."""
+    pools = make_pools(pages=32 * 12 + 48)
+    recording = RecordingStore(store())
+    seen = AnswersSeen(recording)
+    hanging = HangingStore(seen)
+    async with opened(hanging, pools, **RANGES) as loader:
+        shared = keys(8, "shared")
+        for request in range(32):
+            await put(loader, pools, [*shared, *keys(4, f"own{request}_")])
+        recording.clear()
+        if at_once:
+            hanging.hold("read_ranges")
+
+        async def one(request: int) -> None:
+            rows = range(request * 12, request * 12 + 12)
+            page_keys = [*shared, *keys(4, f"own{request}_")]
+            outcomes = await load(loader, pools.unit(f"r{request}", page_keys, rows))
+            assert_outcome(outcomes[f"r{request}"], 12)
+            pools.assert_restored(page_keys, rows)
+
+        async with anyio.create_task_group() as tasks:
+            for request in range(32):
+                tasks.start_soon(one, request)
+            if at_once:
+                await eventually(lambda: loader.statistics().shared_objects == 31 * 8)
+                hanging.release()
+        await settle(loader)
+        started = Counter(recording.keys_of("session_start"))
+        ended = Counter(recording.keys_of("session_end"))
+        assert set(started.values()) == {1}
+        assert started == ended
+        assert len(started) == 8 + 32 * 4
+        assert PageStatus.LEASE_EXPIRED not in seen.answers
+        assert all(isinstance(answer, int) for answer in seen.answers)
+
+
+@pytest.mark.parametrize("mode", [{"layout": "page", "read_mode": "whole"}, {"layout": "grouped"}], ids=str)
+async def test_whole_objects_that_loads_share_are_read_once(mode: dict[str, str]) -> None:
+    pools = make_pools(pages=32 * 8 + 8)
+    recording = RecordingStore(store())
+    hanging = HangingStore(recording)
+    async with opened(hanging, pools, **mode) as loader:
+        await put(loader, pools, keys(8))
+        recording.clear()
+        hanging.hold("read")
+        async with anyio.create_task_group() as tasks:
+            for request in range(32):
+                tasks.start_soon(load, loader, pools.unit(f"r{request}", keys(8), range(request * 8, request * 8 + 8)))
+            objects = 8 * len(pools.group.specs(loader.config.layout)[pools.group.pools[0].name])
+            await eventually(lambda: loader.statistics().shared_objects == 31 * objects)
+            hanging.release()
+        assert set(Counter(recording.keys_of("read")).values()) == {1}
+        assert len(recording.keys_of("read")) == objects
+        pools.assert_restored(keys(8) * 32, range(32 * 8))
+        await settle(loader)
+
+
+async def test_session_ends_after_its_last_holder() -> None:
+    """A and B share k0; A ends while B still reads: B's next layers are good."""
+    pools = make_pools()
+    recording = RecordingStore(store())
+    hanging = HangingStore(recording)
+    async with opened(hanging, pools, **RANGES, read_lanes=1) as loader:
+        await put(loader, pools, keys(2))
+        recording.clear()
+        hanging.hold("read_ranges")
+        async with loader.load([pools.unit("B", keys(2), range(4, 6))]) as b:
+            await arrived(hanging, "read_ranges")
+            async with loader.load([pools.unit("A", ("k0",), [0])]) as a:
+                await a.admitted()
+            assert recording.count("session_end") == 0
+            hanging.release()
+            assert_outcome((await b.report()).outcomes["B"], 2)
+        await settle(loader)
+        assert Counter(recording.keys_of("session_start")) == Counter(recording.keys_of("session_end"))
+
+
+@pytest.mark.parametrize("status", [PageStatus.NOT_FOUND, PageStatus.NO_MEMORY_REPLICA, PageStatus.NOT_READY])
+@pytest.mark.parametrize("bad", [(0,), (5, 20), (30, 31)], ids=str)
+async def test_failed_starts_cut_the_unit_and_end_the_others(status: PageStatus, bad: tuple[int, ...]) -> None:
+    pools = make_pools(pages=80)
+    lying = LyingStore(store())
+    recording = RecordingStore(lying)
+    async with opened(recording, pools, **RANGES) as loader:
+        await put(loader, pools, keys(32))
+        recording.clear()
+        lying.lie("session_start", is_of(*(f"k{page}" for page in bad)), status)
+        lying.lie("read", is_of(*(f"k{page}" for page in bad)), status)  # the second chance of -702
+        outcome = (await load(loader, pools.unit("a", keys(32), range(32))))["a"]
+        assert_outcome(outcome, bad[0], status)
+        pools.assert_restored(keys(bad[0]), range(bad[0]))
+        await settle(loader)
+        started, ended = set(recording.keys_of("session_start")), Counter(recording.keys_of("session_end"))
+        assert set(ended) == {key for key in started if not is_of(*(f"k{page}" for page in bad))(key)}
+        assert set(ended.values()) <= {1}
+
+
+async def test_no_memory_replica_gets_a_whole_read() -> None:
+    """No session without a memory replica, but a whole read may bring it in."""
+    pools = make_pools()
+    lying = LyingStore(store())
+    recording = RecordingStore(lying)
+    async with opened(recording, pools, **RANGES) as loader:
+        await put(loader, pools, keys(4))
+        lying.lie("session_start", is_of("k1"), PageStatus.NO_MEMORY_REPLICA)
+        assert_outcome((await load(loader, pools.unit("a", keys(4), range(4))))["a"], 4)
+        pools.assert_restored(keys(4), range(4))
+        assert len(recording.keys_of("read")) == 1
+        await settle(loader)
+
+
+@pytest.mark.parametrize("call", range(4))
+@pytest.mark.parametrize("page", [0, 3])
+async def test_expired_session_is_started_again_once(call: int, page: int) -> None:
+    pools = make_pools()
+    lying = LyingStore(store())
+    recording = RecordingStore(lying)
+    async with opened(recording, pools, **RANGES, read_lanes=1, read_batch_objects=4) as loader:
+        await put(loader, pools, keys(4))
+        lying.lie("read_ranges", is_of(f"k{page}"), PageStatus.LEASE_EXPIRED, times=1, skip=call)
+        assert_outcome((await load(loader, pools.unit("a", keys(4), range(4))))["a"], 4)
+        pools.assert_restored(keys(4), range(4))
+        await settle(loader)
+        assert loader.statistics().sessions_restarted == loader.statistics().retries == 1
+        assert Counter(recording.keys_of("session_end")) == Counter(set(recording.keys_of("session_start")))
+
+
+async def test_session_that_stays_expired_cuts_the_unit() -> None:
+    pools = make_pools()
+    lying = LyingStore(store())
+    async with opened(lying, pools, **RANGES) as loader:
+        await put(loader, pools, keys(4))
+        lying.lie("read_ranges", is_of("k2"), PageStatus.LEASE_EXPIRED)
+        assert_outcome((await load(loader, pools.unit("a", keys(4), range(4))))["a"], 2, PageStatus.LEASE_EXPIRED)
+        await settle(loader)
+
+
+async def test_sessions_are_started_again_in_time() -> None:
+    """43 layers that take several leases to come: nothing fails, nothing is even read twice."""
+    pools = make_pools(layers=43)
+    slow = FaultyStore(store(lease=0.3), [Fault(FaultKind.SLOW, probability=1.0, seconds=0.03)])
+    async with opened(slow, pools, **RANGES, read_lanes=1, read_batch_objects=1) as loader:
+        await put(loader, pools, keys(4))
+        async with loader.load([pools.unit("a", keys(4), range(4))]) as handle:
+            assert_outcome((await handle.report()).outcomes["a"], 4)
+        pools.assert_restored(keys(4), range(4))
+        await settle(loader)
+        now = loader.statistics()
+        assert now.sessions_restarted >= 4
+        assert (now.retries, now.late_failures) == (0, 0)
+
+
+async def test_failed_restart_costs_its_pages_only() -> None:
+    pools = make_pools()
+    lying = LyingStore(store())
+    async with opened(lying, pools, **RANGES, read_batch_objects=4) as loader:
+        await put(loader, pools, keys(4))
+        lying.lie("read_ranges", is_of("k2"), PageStatus.LEASE_EXPIRED, times=1)
+        lying.lie("session_start", is_of("k2"), PageStatus.NOT_FOUND, skip=1)
+        outcome = (await load(loader, pools.unit("a", keys(4), range(4))))["a"]
+        assert_outcome(outcome, 2)
+        pools.assert_restored(keys(2), range(2))
+        await settle(loader)
+
+
+async def test_sessions_from_before_an_outage_are_void() -> None:
+    """The master restarts between two reads of a load: old sessions may read other objects with a full count."""
+    pools = make_pools()
+    lying = LyingStore(store())
+    recording = RecordingStore(lying)
+    hanging = HangingStore(recording)
+    async with opened(hanging, pools, **RANGES, read_lanes=1, read_batch_objects=4) as loader:
+        await put(loader, pools, keys(4))
+        hanging.hold("read_ranges", from_call(1))
+        async with loader.load([pools.unit("a", keys(4), range(4))]) as handle:
+            await arrived(hanging, "read_ranges")
+            lying.lie("exists", is_of("x"), PageStatus.STORE_UNREACHABLE, times=1)
+            assert (await loader.lookup(pools.unit("x", ["x"]))).status is PageStatus.STORE_UNREACHABLE
+            assert (await loader.lookup(pools.unit("y", ["y"]))).status is None  # it is back
+            lying.lie("read_ranges", is_of(*keys(4)), PageStatus.LEASE_EXPIRED, times=4)
+            hanging.release()
+            outcome = (await handle.report()).outcomes["a"]
+        assert_outcome(outcome, 0, PageStatus.REPLICA_CHANGED)
+        await settle(loader)
+        assert loader.statistics().sessions_restarted == 0
+        # Sessions of the master that is back are good.
+        assert_outcome((await load(loader, pools.unit("b", ("n0",), [7])))["b"], 0, PageStatus.NOT_FOUND)
+        await put(loader, pools, ["n1"])
+        assert_outcome((await load(loader, pools.unit("c", ("n1",), [8])))["c"], 1)
+
+
+async def test_slow_start_makes_the_master_suspect() -> None:
+    """A failed start erases a live session: while a start is out for too long nothing is started again."""
+    pools = make_pools()
+    lying = LyingStore(store())
+    recording = RecordingStore(lying)
+    hanging = HangingStore(recording)
+    async with opened(hanging, pools, **RANGES, read_batch_objects=4) as loader:
+        await put(loader, pools, [*keys(2, "a"), *keys(2, "b")])
+        hanging.hold("read_ranges", any_of("a0"))
+        async with loader.load([pools.unit("a", keys(2, "a"), range(2))]) as a:
+            await arrived(hanging, "read_ranges")
+            hanging.hold("session_start", any_of("b0"))
+            async with loader.load([pools.unit("b", keys(2, "b"), range(2, 4))]):
+                await arrived(hanging, "session_start")
+                await anyio.sleep(0.12)  # past the 0.1 s after which a start is slow
+                recording.clear()
+                lying.lie("read_ranges", is_of("a0"), PageStatus.LEASE_EXPIRED, times=1)
+                hanging.release("read_ranges")
+                await a.report()
+                assert recording.count("session_start") == 0
+                # Their sessions live: a read may be tried again, but not with a session that was started again.
+                assert loader.statistics().sessions_restarted == 0
+        hanging.release()
+        await settle(loader)
+
+
+async def test_an_end_does_not_wait_behind_a_start_that_hangs() -> None:
+    pools = make_pools()
+    recording = RecordingStore(store())
+    hanging = HangingStore(recording)
+    async with opened(hanging, pools, **RANGES) as loader:
+        await put(loader, pools, [*keys(2, "a"), *keys(2, "b")])
+        hanging.hold("session_start", any_of("b0"))
+        async with loader.load([pools.unit("b", keys(2, "b"), range(2, 4))]):
+            await arrived(hanging, "session_start")
+            assert_outcome((await load(loader, pools.unit("a", keys(2, "a"), range(2))))["a"], 2)
+            await eventually(lambda: len(recording.keys_of("session_end")) == 2)
+        hanging.release()
+        await settle(loader)
