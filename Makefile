@@ -15,10 +15,10 @@ STORE ?=
 # More options for pytest, for example: make test PYTEST="-k breaker -x"
 PYTEST ?=
 
-.PHONY: help venv test lint demo clean
+.PHONY: help venv test test-vllm lint demo clean
 
 help:  ## Show this list
-	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 16
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
 
 venv: $(READY)  ## Create .venv and install everything that the other targets need
 
@@ -28,6 +28,15 @@ $(READY): pyproject.toml constraints.txt scripts/bootstrap
 
 test: $(READY)  ## Run the tests, those on a real Mooncake included where it can be imported
 	$(BIN)/python -m pytest $(PYTEST)
+
+test-vllm: .venv-vllm/.ready  ## Run the tests of the vLLM connector, in a virtual environment of their own
+	@# A process per file: an engine leaves more behind than the next one likes.
+	@set -e; for file in tests/adapters/vllm/test_*.py; do \
+		.venv-vllm/bin/python -m pytest -c tests/adapters/vllm/pytest.ini $$file $(PYTEST); done
+
+.venv-vllm/.ready: scripts/venv-vllm
+	PYTHON=$${PYTHON:-python3} ./scripts/venv-vllm
+	@touch $@
 
 lint: $(READY)  ## Check style, formatting, types and the import contracts
 	$(BIN)/ruff check
@@ -39,5 +48,5 @@ demo: $(READY)  ## Replay a trace on an embedded store and report what each load
 	@BIN=$(BIN) ./scripts/demo --requests $(REQUESTS) --shape $(SHAPE) $(if $(STORE),--store "$(STORE)") $(TRACE)
 
 clean:  ## Remove .venv and everything that was generated
-	rm -rf .venv .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist demo-report.json
+	rm -rf .venv .venv-vllm .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist demo-report.json
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -84,6 +84,7 @@ def zeros(column: Column, pages: range, fragments: Iterable[Fragment]) -> list[C
     """Fills a column's pages with zeros."""
     assert column.rows is not None
     rows = column.rows[pages.start : pages.stop]
+    rows = rows[rows >= 0]
     return [Copy(column.pool.page_views[fragment.buffer], rows, None) for fragment in fragments]
 
 

@@ -83,6 +83,16 @@ class _Handle:
         for run in self._runs:
             run.go.set()
         self._admitted_at = anyio.current_time()
+        await self._give_back_probes([name for name, refused in endpoints.items() if refused is None])
+
+    async def _give_back_probes(self, allowed: Sequence[str]) -> None:
+        """A half-open breaker let this admission through as its probe: it may be that nothing was read there."""
+        probed = [breaker for breaker in map(self._context.health.endpoint, allowed) if breaker.is_open]
+        if probed:
+            for run in self._runs:
+                await run.landed.wait()
+            for breaker in probed:
+                breaker.give_back()
 
 
 class Load(_Handle):

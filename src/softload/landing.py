@@ -275,6 +275,11 @@ class LandingMemory:
         self._quarantined[endpoint] = self._quarantined.get(endpoint, 0) + segment.reserved
         self._serve_queues()
 
+    def serve_waiting(self) -> None:
+        """Grant what fits by now; called when there is something that `reclaim` can free."""
+        if any(self._queues.values()):
+            self._serve_queues()
+
     def quarantined(self, endpoint: str | None = None) -> int:
         """Bytes that calls to `endpoint`, or any calls, may still write although nobody waits for them."""
         return self._quarantined_bytes if endpoint is None else self._quarantined.get(endpoint, 0)

@@ -22,7 +22,7 @@ from softload.geometry.layout import Fragment, layer_groups
 from softload.landing import Share
 from softload.native_calls import RefusedError
 from softload.outcomes import LateFailure, PageStatus, UnitOutcome
-from softload.planning import Column
+from softload.planning import Column, needed_pages
 from softload.protocols import Descriptor
 from softload.reading import Turn
 from softload.slots import SlotState
@@ -190,7 +190,6 @@ class UnitRun:
         self.wants.recut()
         config = self._context.config
         self.wants.apply_draft_policy(config.draft_policy, config.truncate_pages)
-        self.wants.restrict_windows()
         self.decided.set()
 
     def take_over(self, source: UnitRun) -> None:
@@ -284,21 +283,23 @@ class UnitRun:
         timed_out = self._reason is PageStatus.TIMED_OUT
         if self._mode is Mode.PREFETCH:
             self._fetches.let_go_all(keep=True)
+        self._give_up_unlanded()
         if not self._copied:
-            self._give_up_unlanded()
             if timed_out:
                 await self._salvage()
             if not self._copied:
                 self._give_up(self._reason)
         self.wants.draft_pages = self._draft_copied
-        if timed_out and self.wants.draft and not self.draft_ready.is_set():
+        if (timed_out or self._copied) and self.wants.draft and not self.draft_ready.is_set():
             await self._zero_draft()
 
     async def _salvage(self) -> None:
         """Copy what landed in time, if it is no more than one chunk."""
         if self._mode is Mode.PREFETCH or (self.unit.ready is not None and not self._fenced):
             return
-        copies = self._step_copies(self.wants.columns, range(self._context.pools.num_layers))
+        layers = range(self._layers_passed, self._context.pools.num_layers)
+        left = [column for column in self.wants.columns if column.spec.layers[-1] >= layers.start]
+        copies = self._step_copies(left, layers)
         if self.pages and sum(copy.nbytes for copy in copies) <= self._context.config.copy_chunk_bytes:
             await self._copy(copies)
             self._copied = self.pages
@@ -490,8 +491,9 @@ class UnitRun:
         for component in self.wants.own_components():
             assert component.rows is not None
             good = min(self._draft_copied, restored) if component.pool.name.is_draft else restored
-            self._context.slots.move(component.pool, component.rows[:good], SlotState.COMMITTED)
-            self._context.slots.move(component.pool, component.rows[good:], SlotState.RELEASED)
+            written = needed_pages(good, component.hit_policy, component.window)
+            self._context.slots.move(component.pool, component.rows, SlotState.RELEASED)
+            self._context.slots.move(component.pool, component.rows[written.start : written.stop], SlotState.COMMITTED)
         for component in self.wants.draft if self.wants.draft_is_packed else ():
             assert component.rows is not None
             self._context.slots.lack_draft(component.pool, component.rows[self._draft_copied : restored])

@@ -403,6 +403,7 @@ class Reader:
         elif keep and fetch.landed and self._config.prefetch_ttl > 0 and self._fetches.get(fetch.key) is fetch:
             fetch.keep_until = self._clock() + self._config.prefetch_ttl
             self._kept[fetch.key] = fetch
+            self._landing.serve_waiting()  # what is kept can be reclaimed: who waits for room may have it
         else:
             self._free(fetch)
 

@@ -230,8 +230,7 @@ class SessionTable:
         try:
             self._starts.submit(call)
         except RefusedError:
-            for session in sessions:
-                self._drop(session, opened=session not in fresh)
+            self._not_started(sessions, fresh)
             return dict.fromkeys(keys, PageStatus.SHED)
         self._out.add(call)
         try:
@@ -242,11 +241,7 @@ class SessionTable:
                     session.holders -= 1
                 if call.withdraw():
                     self._out.discard(call)
-                    for session in sessions:
-                        if session in fresh:
-                            self._drop(session, opened=False)
-                        else:
-                            session.become(SessionState.OPEN)
+                    self._not_started(sessions, fresh)
                 else:
                     call.abandon()
         return answers
@@ -260,6 +255,15 @@ class SessionTable:
         session.started_at = self._clock()
         session.become(SessionState.OPEN)
         return session
+
+    def _not_started(self, sessions: Sequence[Session], fresh: Sequence[Session]) -> None:
+        """The store was not asked: those that were open before still are."""
+        for session in sessions:
+            if session in fresh:
+                self._drop(session, opened=False)
+            else:
+                session.become(SessionState.OPEN)
+        self._end([session for session in sessions if not session.holders and session.state is SessionState.OPEN])
 
     def _drop(self, session: Session, *, opened: bool) -> None:
         if opened:

@@ -57,6 +57,7 @@ class SlotTable:
         Raises:
             ValueError: rows named twice, or held by another unit.
         """
+        wanted = [_with_slots(*each) for each in wanted]
         for pool, rows, _ in wanted:
             unique, counts = np.unique(rows, return_counts=True)
             if len(unique) != len(rows):
@@ -78,13 +79,13 @@ class SlotTable:
             self._draftless[pool.name][rows] = False
 
     def move(self, pool: DevicePool, rows: Rows, state: SlotState) -> None:
-        """Put a unit's own slots into `state`."""
-        self._of(pool)[0][rows] = state
+        """Put a unit's own slots into `state`; pages without slots have none."""
+        self._of(pool)[0][rows[rows >= 0]] = state
 
     def lack_draft(self, pool: DevicePool, rows: Rows) -> None:
         """The target's bytes are committed, the packed draft's slots hold zeros."""
         self._of(pool)
-        self._draftless[pool.name][rows] = True
+        self._draftless[pool.name][rows[rows >= 0]] = True
 
     def state(self, pool: DevicePool, row: int) -> SlotState:
         """The state of one page row."""
@@ -93,6 +94,7 @@ class SlotTable:
     def computed(self, pool: DevicePool, rows: Rows) -> None:
         """The engine has computed these slots itself."""
         states = self._of(pool)[0]
+        rows = rows[rows >= 0]
         mine = rows[states[rows] == SlotState.RELEASED]
         states[mine] = SlotState.IDLE
         self._draftless[pool.name][rows] = False
@@ -127,3 +129,10 @@ class SlotTable:
             self._keys[pool.name] = np.zeros(pool.num_pages, np.int64)
             self._draftless[pool.name] = np.zeros(pool.num_pages, np.bool_)
         return self._states[pool.name], self._keys[pool.name]
+
+
+def _with_slots(pool: DevicePool, rows: Rows, page_keys: Sequence[str]) -> tuple[DevicePool, Rows, Sequence[str]]:
+    """Without the pages that have no slots, which only pages before a trailing window may lack."""
+    if (rows >= 0).all():
+        return pool, rows, page_keys
+    return pool, rows[rows >= 0], [key for key, row in zip(page_keys, rows.tolist(), strict=True) if row >= 0]

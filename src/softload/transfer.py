@@ -63,7 +63,8 @@ class ComponentTransfer:
         pool: the logical pool; a `DevicePoolGroup` expands it to every pool that takes its indices from it.
         keys: one page key (prefix hash) per page, in prefix order.
         slots: int64 tensor, `[pages * page_size]` token slots, or `[pages]` for pools with one row a page. ``None``
-            where no slots are taken yet (lookup, prefetch).
+            where no slots are taken yet (lookup, prefetch). With `HitPolicy.TRAILING_PAGES` pages before the window
+            need no slots: -1 for every slot of such a page.
         hit_policy: which pages a boundary needs.
         window: pages in a trailing window; used with `HitPolicy.TRAILING_PAGES` alone.
 

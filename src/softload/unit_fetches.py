@@ -72,8 +72,10 @@ class UnitFetches:
             pages = self._pages.pages
             self._pages.limit(pages - max(1, pages // 8), PageStatus.SHED)
             wanted = self._objects()
+        self._pages.restrict_windows()
         new = [(item, size) for item, size in wanted if self._context.reader.find(item.key) is None]
-        segments = landing.try_grant(_runs(new), self._share)
+        # Nothing to read waits for nobody: a miss is told at once, whoever queues for room.
+        segments = landing.try_grant(_runs(new), self._share) if new else []
         if segments is None:
             # What is here now need not be here when there is room, and who waits holds nothing: so room for all of it.
             new = wanted

@@ -50,8 +50,8 @@ class UnitPages:
         self._check()
         self.pages = self.requested
         self.draft_pages = min((len(component.keys) for component in self.draft), default=0)
-        self._good = [[True] * len(component.keys) for component in self.target]
-        self._draft_good = [[True] * len(component.keys) for component in self.draft]
+        self._good = [_with_slots(component) for component in self.target]
+        self._draft_good = [_with_slots(component) for component in self.draft]
         self._bad: dict[int, tuple[PageStatus, PoolName]] = {}
 
     def all_columns(self) -> Iterator[Column]:
@@ -80,8 +80,8 @@ class UnitPages:
                 yield Wanted(column, page)
 
     def status_of(self, page: int) -> PageStatus | None:
-        """Why a page is a miss, as far as that is known."""
-        known = self._bad.get(page)
+        """Why the first missed page is a miss, as far as that is known."""
+        known = self._cause_of(page)
         return known[0] if known is not None else None
 
     def mark_bad(self, column: Column, page: int, status: PageStatus) -> None:
@@ -129,8 +129,8 @@ class UnitPages:
     def continue_from(self, source: UnitPages) -> None:
         """Be no better than what a prefetch of the same request landed."""
         # Not strict: a unit that takes no pages has no components.
-        self._good = [flags[: len(own)] for flags, own in zip(source._good, self._good, strict=False)]
-        self._draft_good = [flags[: len(own)] for flags, own in zip(source._draft_good, self._draft_good, strict=False)]
+        self._good = _both(source._good, self._good)
+        self._draft_good = _both(source._draft_good, self._draft_good)
         self._bad = dict(source._bad)
         self.pages = min(self.requested, source.pages)
         self.draft_pages = min(self.draft_pages, source.draft_pages)
@@ -139,13 +139,17 @@ class UnitPages:
     def outcomes(self, restored: int, otherwise: PageStatus) -> Iterator[PageOutcome]:
         """One outcome per page; `otherwise` where the first miss has no reason of its own."""
         for page in range(self.requested):
+            known = self._cause_of(page) if page == restored else self._bad.get(page)
             if page < restored:
                 yield PageOutcome(page, PageStatus.LOADED)
-            elif page in self._bad:
-                status, pool = self._bad[page]
-                yield PageOutcome(page, status, pool)
+            elif known is not None:
+                yield PageOutcome(page, *known)
             else:
                 yield PageOutcome(page, otherwise if page == restored else PageStatus.AFTER_MISS)
+
+    def _cause_of(self, page: int) -> tuple[PageStatus, PoolName] | None:
+        """What is known against a page, or else against the next one: a window that broke costs pages before it too."""
+        return self._bad.get(min((bad for bad in self._bad if bad >= page), default=-1))
 
     def _components(self) -> list[ComponentPages]:
         return [
@@ -172,3 +176,15 @@ class UnitPages:
                     f"request {self.request_id!r}, pool {component.pool.name}: expected at most {self.requested} "
                     f"draft page keys, got {len(component.keys)}"
                 )
+
+
+def _with_slots(component: ResolvedComponent) -> list[bool]:
+    """Which pages can be had at all: all where no slots are taken yet."""
+    return [True] * len(component.keys) if component.rows is None else (component.rows >= 0).tolist()
+
+
+def _both(theirs: list[list[bool]], own: list[list[bool]]) -> list[list[bool]]:
+    return [
+        [good and flag for good, flag in zip(flags, mine, strict=False)]
+        for flags, mine in zip(theirs, own, strict=False)
+    ]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
-import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -31,9 +29,7 @@ from softload import (
     UnitOutcome,
 )
 from softload.geometry import DraftBuffers, DraftMode, mha_pool_group, mla_pool_group
-from softload.protocols import Answer, Descriptor, PutAnswer
 from softload.stores import MemoryStore
-from softload.stores.wrapper import WrapperStore
 from softload.testing import HangingStore
 
 PAGE_SIZE = 4
@@ -243,6 +239,22 @@ async def opened(page_store: PageStore, pools: Pools, **options: Any) -> AsyncIt
                 page_store.release()
 
 
+@asynccontextmanager
+async def busy_lane(loader: PageLoader, pools: Pools, hanging: HangingStore, method: str) -> AsyncIterator[None]:
+    """Hold the only read lane: within, reads queue up, and can be joined for as long as they do.
+
+    A read in flight can be joined for 50 ms only, which is no time on a busy machine.
+    """
+    await put(loader, pools, ["blocker"])
+    last = pools.group.pools[0].num_pages - 1
+    hanging.hold(method, any_of("blocker"))
+    async with loader.load([pools.unit("blocker", ["blocker"], [last])]) as handle:
+        await arrived(hanging, method)
+        yield
+        hanging.release()
+        assert_outcome((await handle.report()).outcomes["blocker"], 1)
+
+
 async def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> None:
     """Wait for what a thread or a background task brings about, and nothing signals."""
     with anyio.fail_after(seconds):
@@ -291,111 +303,7 @@ async def load(loader: PageLoader, *units: TransferUnit) -> Mapping[str, UnitOut
         return (await handle.report()).outcomes
 
 
-@dataclass(slots=True)
-class _Lie:
-    method: str
-    when: Callable[[str], bool]
-    answer: object
-    times: int
-    skip: int
-
-
-class LyingStore(WrapperStore):
-    """Answers something else for single keys: `lie("read", is_of("k3"), PageStatus.TRANSFER_FAILED)`.
-
-    The inner store is asked all the same; what it wrote stays written.
-    """
-
-    def __init__(self, inner: PageStore) -> None:
-        super().__init__(inner)
-        self._lock = threading.Lock()
-        self._lies: list[_Lie] = []
-
-    def lie(
-        self, method: str, when: Callable[[str], bool], answer: object, *, times: int = 1 << 30, skip: int = 0
-    ) -> None:
-        """Answer `answer`, or what it makes of (key, truth), for `times` keys that fit, after the first `skip`."""
-        with self._lock:
-            self._lies.append(_Lie(method, when, answer, times, skip))
-
-    def be_honest(self) -> None:
-        """No more lies."""
-        with self._lock:
-            self._lies.clear()
-
-    def exists(self, keys: Sequence[str]) -> Sequence[bool | PageStatus]:
-        return self._told("exists", keys, super().exists(keys))
-
-    def descriptors(self, keys: Sequence[str]) -> Sequence[Descriptor | PageStatus]:
-        return self._told("descriptors", keys, super().descriptors(keys))
-
-    def read(self, keys: Sequence[str], pointers: Sequence[int], sizes: Sequence[int]) -> Sequence[Answer]:
-        return self._told("read", keys, super().read(keys, pointers, sizes))
-
-    def session_start(self, keys: Sequence[str]) -> Sequence[Answer]:
-        return self._told("session_start", keys, super().session_start(keys))
-
-    def read_ranges(
-        self,
-        keys: Sequence[str],
-        pointers: Sequence[Sequence[int]],
-        sizes: Sequence[Sequence[int]],
-        offsets: Sequence[Sequence[int]],
-    ) -> Sequence[Answer]:
-        return self._told("read_ranges", keys, super().read_ranges(keys, pointers, sizes, offsets))
-
-    def put_start(self, keys: Sequence[str], sizes: Sequence[int]) -> Sequence[PutAnswer]:
-        return self._told("put_start", keys, super().put_start(keys, sizes))
-
-    def put_write(self, keys: Sequence[str], pointers: Sequence[int], sizes: Sequence[int]) -> Sequence[Answer]:
-        return self._told("put_write", keys, super().put_write(keys, pointers, sizes))
-
-    def put_end(self, keys: Sequence[str]) -> Sequence[Answer]:
-        return self._told("put_end", keys, super().put_end(keys))
-
-    def _told(self, method: str, keys: Sequence[str], truths: Sequence[Any]) -> list[Any]:
-        answers = list(truths)
-        with self._lock:
-            for index, key in enumerate(keys):
-                for lie in self._lies:
-                    if lie.method == method and lie.times and lie.when(key):
-                        if lie.skip:
-                            lie.skip -= 1
-                            continue
-                        lie.times -= 1
-                        answers[index] = lie.answer(key, answers[index]) if callable(lie.answer) else lie.answer
-                        break
-        return answers
-
-
-class ForgingStore(WrapperStore):
-    """Whole reads of keys in `forged` bring other bytes: `forged[key]` gets the bytes that were read, writable."""
-
-    def __init__(self, inner: PageStore) -> None:
-        super().__init__(inner)
-        self.forged: list[tuple[Callable[[str], bool], Callable[[np.ndarray], None]]] = []
-
-    def forge(self, when: Callable[[str], bool], change: Callable[[np.ndarray], None]) -> None:
-        """From now on `change` gets the bytes read of keys that fit."""
-        self.forged.append((when, change))
-
-    def read(self, keys: Sequence[str], pointers: Sequence[int], sizes: Sequence[int]) -> Sequence[Answer]:
-        answers = super().read(keys, pointers, sizes)
-        for key, pointer, size in zip(keys, pointers, sizes, strict=True):
-            for when, change in self.forged:
-                if when(key):
-                    change(np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(pointer)))
-        return answers
-
-
 def from_call(number: int) -> Callable[[Sequence[str]], bool]:
     """For `HangingStore.hold`: hold call `number`, from 0, and all that come after it."""
     calls = itertools.count()
     return lambda _: next(calls) >= number
-
-
-class Held(WrapperStore):
-    """Stays open when a loader closes it, for the next loader."""
-
-    def close(self) -> None:
-        """Nothing."""

@@ -10,10 +10,10 @@ from softload import PageStatus, PoolName
 from softload.protocols import Descriptor
 from softload.testing import RecordingStore
 
+from .doubles import LyingStore
 from .harness import (
     MODE_IDS,
     MODES,
-    LyingStore,
     assert_outcome,
     is_of,
     keys,

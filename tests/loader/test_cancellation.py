@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from contextlib import suppress
 
@@ -11,6 +12,7 @@ import pytest
 from softload import LoaderClosedError, PageLoader, PageStatus, SaveStatus, StoreSetupError, UnitOutcome
 from softload.testing import HangingStore, RecordingStore, ScriptedStore
 
+from .doubles import Held
 from .harness import (
     LAYERS,
     MODE_IDS,
@@ -348,3 +350,26 @@ async def test_cancelling_one_waiter_leaves_the_load_alone(mode: dict[str, str])
                     await wait()
             hanging.release()
             assert_outcome((await handle.report()).outcomes["a"], 4)
+
+
+async def test_memory_outlives_close_until_the_call_returns(quick_close: None) -> None:
+    """The read lands after the loader is gone: in memory that is still there, and in nobody's slots."""
+    pools = make_pools()
+    inner = Held(store())
+    recording = RecordingStore(inner)
+    hanging = HangingStore(recording)
+    try:
+        async with PageLoader(hanging, pools.group, config=config()) as loader:
+            await put(loader, pools, keys(6))
+            hanging.hold("read")
+            async with loader.load([pools.unit("a", keys(6), range(6))]):
+                await arrived(hanging, "read")
+        del loader
+        gc.collect()
+        assert recording.count("unregister") == 0  # the call may still write it
+        pools.remember()
+    finally:
+        hanging.release()
+    await eventually(lambda: not any(thread.name.startswith("softload-read") for thread in threading.enumerate()))
+    assert recording.count("read") > 0
+    pools.assert_rows_kept()

@@ -45,7 +45,7 @@ async def test_a_page_that_hangs_costs_the_pages_from_it_on(mode: dict[str, str]
         hanging.hold(method, any_of(f"k{page}"))
         started = anyio.current_time()
         outcome = (await load(loader, pools.unit("a", keys(4), range(4), deadline=0.2)))["a"]
-        assert 0.2 <= anyio.current_time() - started < 1.0
+        assert 0.2 <= anyio.current_time() - started < 3.0
         assert_outcome(outcome, page, PageStatus.TIMED_OUT)
         assert outcome.late_failure is None
         pools.assert_restored(keys(page), range(page))

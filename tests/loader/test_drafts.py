@@ -12,13 +12,12 @@ from softload import PageLoader, PageStatus, PoolName
 from softload.geometry import DraftBuffers, DraftMismatchError, DraftMode, mla_pool_group
 from softload.testing import HangingStore, RecordingStore
 
+from .doubles import Held, LyingStore
 from .harness import (
     LAYERS,
     MODE_IDS,
     MODES,
     PAGE_SIZE,
-    Held,
-    LyingStore,
     Pools,
     arrived,
     assert_outcome,

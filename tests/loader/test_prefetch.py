@@ -8,10 +8,10 @@ import pytest
 from softload import PageStatus
 from softload.testing import HangingStore, RecordingStore
 
+from .doubles import LyingStore
 from .harness import (
     MODE_IDS,
     MODES,
-    LyingStore,
     any_of,
     arrived,
     assert_outcome,

@@ -12,10 +12,10 @@ from softload import PageStatus, PutRefusal, SaveStatus
 from softload.geometry import DraftMode
 from softload.testing import Fault, FaultKind, FaultyStore, HangingStore, RecordingStore
 
+from .doubles import LyingStore
 from .harness import (
     MODE_IDS,
     MODES,
-    LyingStore,
     any_of,
     arrived,
     assert_outcome,
@@ -194,7 +194,9 @@ async def test_pages_missed_by_many_are_saved_once() -> None:
             await arrived(hanging, "put_start")
             await anyio.wait_all_tasks_blocked()
             hanging.release()
-        statuses = Counter(page.status for report in reports for unit in report.outcomes.values() for page in unit.pages)
+        statuses = Counter(
+            page.status for report in reports for unit in report.outcomes.values() for page in unit.pages
+        )
         assert statuses == {SaveStatus.SAVED: 4, SaveStatus.PRESENT: 36}
         assert set(Counter(recording.keys_of("put_start")).values()) == {1}
 
@@ -239,12 +241,12 @@ async def test_no_landing_memory_sheds_within_a_moment() -> None:
     hanging = HangingStore(store())
     page_bytes = sum(view.shape[1] for view in pools.group.pools[0].page_views)
     async with opened(hanging, pools, landing_bytes=page_bytes * 16, write_lanes=8) as loader:
-        hanging.hold("put_write")
+        hanging.hold("put_write", any_of(*(f"r{request}k0" for request in range(4))))
         async with anyio.create_task_group() as tasks:
-            for request in range(4):
-                unit = pools.unit(f"r{request}", keys(2, f"r{request}"), range(2))
+            for request in range(4):  # an eighth of the memory is for saves: these have all of it
+                unit = pools.unit(f"r{request}", keys(2, f"r{request}k"), range(2))
                 tasks.start_soon(loader.save, [unit])
-            await arrived(hanging, "put_write")
+            await arrived(hanging, "put_write", 4)
             with anyio.fail_after(2):
                 report = await loader.save([pools.unit("late", keys(8, "late"), range(8))])
             assert SaveStatus.SHED in {page.status for page in report.outcomes["late"].pages}
@@ -281,5 +283,7 @@ async def test_one_of_many_waiters_cancelled_leaves_the_others_served() -> None:
             tasks.start_soon(save, "other")
             await anyio.wait_all_tasks_blocked()
             hanging.release()
-        statuses = Counter(page.status for report in reports for unit in report.outcomes.values() for page in unit.pages)
+        statuses = Counter(
+            page.status for report in reports for unit in report.outcomes.values() for page in unit.pages
+        )
         assert statuses == {SaveStatus.SAVED: 2, SaveStatus.PRESENT: 2}

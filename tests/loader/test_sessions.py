@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
 import anyio
 import pytest
 
 from softload import PageStatus
-from softload.protocols import Answer
 from softload.testing import Fault, FaultKind, FaultyStore, HangingStore, RecordingStore
 
+from .doubles import LyingStore
 from .harness import (
-    LyingStore,
     any_of,
     arrived,
     assert_outcome,
+    busy_lane,
     eventually,
     from_call,
     is_of,
@@ -38,9 +40,9 @@ class AnswersSeen(LyingStore):
 
     def __init__(self, inner: RecordingStore) -> None:
         super().__init__(inner)
-        self.answers: list[Answer] = []
+        self.answers: list[Any] = []
 
-    def _told(self, method, keys, truths):  # type: ignore[no-untyped-def]  # noqa: ANN
+    def _told(self, method: str, keys: Sequence[str], truths: Sequence[Any]) -> list[Any]:
         answers = super()._told(method, keys, truths)
         if method == "read_ranges":
             self.answers += answers
@@ -60,7 +62,7 @@ async def test_loads_that_share_pages_start_and_end_each_session_once(at_once: b
             await put(loader, pools, [*shared, *keys(4, f"own{request}_")])
         recording.clear()
         if at_once:
-            hanging.hold("read_ranges")
+            hanging.hold("session_start")
 
         async def one(request: int) -> None:
             rows = range(request * 12, request * 12 + 12)
@@ -73,7 +75,7 @@ async def test_loads_that_share_pages_start_and_end_each_session_once(at_once: b
             for request in range(32):
                 tasks.start_soon(one, request)
             if at_once:
-                await eventually(lambda: loader.statistics().shared_objects == 31 * 8)
+                await eventually(lambda: loader.statistics().shared_objects == 31 * 8, 20)
                 hanging.release()
         await settle(loader)
         started = Counter(recording.keys_of("session_start"))
@@ -87,21 +89,21 @@ async def test_loads_that_share_pages_start_and_end_each_session_once(at_once: b
 
 @pytest.mark.parametrize("mode", [{"layout": "page", "read_mode": "whole"}, {"layout": "grouped"}], ids=str)
 async def test_whole_objects_that_loads_share_are_read_once(mode: dict[str, str]) -> None:
-    pools = make_pools(pages=32 * 8 + 8)
+    pools = make_pools(pages=32 * 8 + 9)
     recording = RecordingStore(store())
     hanging = HangingStore(recording)
-    async with opened(hanging, pools, **mode) as loader:
+    async with opened(hanging, pools, **mode, read_lanes=1) as loader:
         await put(loader, pools, keys(8))
-        recording.clear()
-        hanging.hold("read")
+        objects = 8 * len(pools.group.specs(loader.config.layout)[pools.group.pools[0].name])
         async with anyio.create_task_group() as tasks:
-            for request in range(32):
-                tasks.start_soon(load, loader, pools.unit(f"r{request}", keys(8), range(request * 8, request * 8 + 8)))
-            objects = 8 * len(pools.group.specs(loader.config.layout)[pools.group.pools[0].name])
-            await eventually(lambda: loader.statistics().shared_objects == 31 * objects)
-            hanging.release()
-        assert set(Counter(recording.keys_of("read")).values()) == {1}
-        assert len(recording.keys_of("read")) == objects
+            async with busy_lane(loader, pools, hanging, "read"):
+                for request in range(32):
+                    rows = range(request * 8, request * 8 + 8)
+                    tasks.start_soon(load, loader, pools.unit(f"r{request}", keys(8), rows))
+                await eventually(lambda: loader.statistics().shared_objects == 31 * objects, 20)
+        reads = Counter(key for key in recording.keys_of("read") if is_of(*keys(8))(key))
+        assert set(reads.values()) == {1}
+        assert len(reads) == objects
         pools.assert_restored(keys(8) * 32, range(32 * 8))
         await settle(loader)
 
@@ -124,6 +126,29 @@ async def test_session_ends_after_its_last_holder() -> None:
             assert_outcome((await b.report()).outcomes["B"], 2)
         await settle(loader)
         assert Counter(recording.keys_of("session_start")) == Counter(recording.keys_of("session_end"))
+
+
+async def test_two_reads_of_one_key_share_its_session() -> None:
+    """A's read is late, so B reads anew, in A's session; B ends first, and A's read is good all the same."""
+    pools = make_pools()
+    recording = RecordingStore(store())
+    hanging = HangingStore(recording)
+    async with opened(hanging, pools, **RANGES, read_batch_objects=1) as loader:
+        await put(loader, pools, keys(1))
+        first = iter([True])
+        hanging.hold("read_ranges", lambda _: next(first, False))
+        async with loader.load([pools.unit("A", keys(1), [0])]) as a:
+            await arrived(hanging, "read_ranges")
+            await anyio.sleep(0.06)  # a read can be joined for 50 ms
+            assert_outcome((await load(loader, pools.unit("B", keys(1), [1])))["B"], 1)
+            await anyio.wait_all_tasks_blocked()
+            assert recording.count("session_end") == 0
+            hanging.release()
+            assert_outcome((await a.report()).outcomes["A"], 1)
+        await settle(loader)
+        assert len(recording.keys_of("session_start")) == len(recording.keys_of("session_end")) == 1
+        assert loader.statistics().retries == 0
+        pools.assert_restored(["k0", "k0"], [0, 1])
 
 
 @pytest.mark.parametrize("status", [PageStatus.NOT_FOUND, PageStatus.NO_MEMORY_REPLICA, PageStatus.NOT_READY])

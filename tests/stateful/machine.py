@@ -7,7 +7,7 @@ what every page must hold. What it checks after each step is in `checks`.
 from __future__ import annotations
 
 import asyncio
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -21,11 +21,18 @@ from softload.copies import Copy
 from softload.geometry import DraftMode
 
 from .checks import CheckedWorld
-from .world import DEADLINE, HELD, LOOKUP_DEADLINE, SAVE_DEADLINE, Held, Pending, User, page_keys
+from .world import DEADLINE, HELD, LOOKUP_DEADLINE, LYING, SAVE_DEADLINE, Held, Pending, User, page_keys
 
 LENGTHS = st.integers(1, 6)
 CHAINS = st.integers(0, 2)
 NUMBER = st.integers(0, 1 << 16)
+LIES = (
+    PageStatus.TRANSFER_FAILED,
+    PageStatus.STORE_UNREACHABLE,
+    PageStatus.LEASE_EXPIRED,
+    PageStatus.NO_MEMORY_REPLICA,
+    PageStatus.NOT_FOUND,
+)
 PARTS = st.lists(st.tuples(CHAINS, LENGTHS), min_size=1, max_size=3)
 
 
@@ -67,6 +74,7 @@ class LoaderMachine(CheckedWorld, RuleBasedStateMachine):
     def save(self, which: int) -> None:
         held = self.cache[which % len(self.cache)]
         held.saving += 1
+        well, lies = self.is_well, self.lies
         unit = self.engine.unit(held.name, held.keys, held.rows)
 
         def check(report: SaveReport) -> None:
@@ -76,7 +84,7 @@ class LoaderMachine(CheckedWorld, RuleBasedStateMachine):
             of_target = [page for page in outcome.pages if not page.component.is_draft]
             assert [page.page for page in of_target] == list(range(len(held.keys)))
             assert not any(page.status is SaveStatus.REFUSED for page in of_target)
-            if self.is_well and not self.corrupt and self.store_bytes > 4 << 20:
+            if well and self.is_well and lies == self.lies and self.store_bytes > 4 << 20:
                 assert {page.status for page in of_target} <= {
                     SaveStatus.SAVED,
                     SaveStatus.PRESENT,
@@ -279,6 +287,12 @@ class LoaderMachine(CheckedWorld, RuleBasedStateMachine):
         self._release([method])
         self.store.hold(method, lambda keys: any(only in key for key in keys))
 
+    @rule(method=st.sampled_from(LYING), lie=st.sampled_from([*LIES, None]))
+    def answer_wrongly(self, method: str, lie: PageStatus | None) -> None:
+        """The next call of a kind fails for all keys, or answers for too few of them."""
+        self.lies += 1
+        self.script.script(method, lambda true: [lie] * len(true) if lie else true[:-1])
+
     @precondition(lambda self: self.store._holding)
     @rule(method=st.sampled_from(HELD))
     def release(self, method: str) -> None:
@@ -322,10 +336,14 @@ class LoaderMachine(CheckedWorld, RuleBasedStateMachine):
                 assert self.is_idle
                 self.close(released=True)
         finally:
-            self._stack.close()
             self.store.release()
             for fence in self.fences:
                 fence.gate.set()
+            if not self.owner.done():  # after a failure
+                self.stop.set()
+                with suppress(Exception):
+                    self.advance(20)
+            self._stack.close()
             for task in asyncio.all_tasks(self.loop):
                 task.cancel()
             self.loop.run_until_complete(asyncio.sleep(0))

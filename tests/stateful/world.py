@@ -32,12 +32,26 @@ from softload.handles import Load, Prefetch
 from softload.native_calls import CallGroup
 from softload.slots import SlotState
 from softload.stores import MemoryStore
-from softload.testing import HangingStore
+from softload.testing import HangingStore, ScriptedStore
 
 from .engine import Engine, content
 from .manual_time import ManualClock, ManualLoop
 
-HELD = ("exists", "descriptors", "read", "session_start", "session_end", "read_ranges", "put_start", "put_write")
+HELD = (
+    "exists",
+    "descriptors",
+    "read",
+    "session_start",
+    "session_end",
+    "read_ranges",
+    "put_start",
+    "put_write",
+    "put_end",
+    "remove",
+)
+LYING = ("exists", "descriptors", "read", "read_ranges", "put_write", "put_end")
+"""Methods that may answer with a failure after the fact without leaving anything behind in the store."""
+
 DEADLINE, LOOKUP_DEADLINE, SAVE_DEADLINE, HOLD_LIMIT = 5.0, 1.0, 4.0, 8.0
 
 
@@ -156,7 +170,9 @@ class World:
 
     def open(self) -> None:
         self.memory = MemoryStore(capacity=self.store_bytes, lease=2.0, eviction_ratio=0.2, clock=self.clock)
-        self.store = HangingStore(self.memory)
+        self.script = ScriptedStore(self.memory)
+        self.store = HangingStore(self.script)
+        self.lies = 0
         loader = self.loader = PageLoader(
             self.store,
             self.engine.pools,
@@ -192,6 +208,7 @@ class World:
         self.expected.clear()
         self.unseen = False
         self.corrupt.clear()
+        self.settle()
 
     async def _own(self, loader: PageLoader, stop: asyncio.Event) -> None:
         async with loader:
@@ -262,6 +279,7 @@ class World:
         health = self.context.health.statistics()
         return not (
             self.store._holding
+            or self.script.pending
             or self.fences
             or self.corrupt
             or health.open_breakers

@@ -72,8 +72,7 @@ class LoaderBridge:
         self._thread = threading.Thread(target=self._run, name="softload-loop", daemon=True)
         self._thread.start()
         # The thread is a daemon, so that it never keeps a process; without this the store's own processes might stay.
-        close = weakref.WeakMethod(self.close)
-        atexit.register(_close_at_exit, close)
+        atexit.register(_close_at_exit, weakref.ref(self))
         self._attempted.wait(timeout)
         if self._failure is not None and not isinstance(self._failure, StoreSetupError):
             raise self._failure
@@ -176,7 +175,7 @@ async def _set(event: anyio.Event) -> None:
     event.set()
 
 
-def _close_at_exit(close: weakref.WeakMethod[Callable[[float], bool]]) -> None:
-    method = close()
-    if method is not None:
-        method(5.0)
+def _close_at_exit(reference: weakref.ref[LoaderBridge]) -> None:
+    bridge = reference()
+    if bridge is not None:
+        bridge.close(5.0)

@@ -31,7 +31,8 @@ class ResolvedComponent:
     Args:
         pool: the pool.
         keys: one page key per page, in prefix order.
-        rows: int64 `[pages]`, each page's row in the pool's `page_views`; ``None`` where no slots are taken yet.
+        rows: int64 `[pages]`, each page's row in the pool's `page_views`, -1 for a page without slots; ``None`` where
+            no slots are taken yet.
         hit_policy: which pages a boundary needs.
         window: pages in a trailing window.
     """
@@ -220,7 +221,7 @@ class DevicePoolGroup:
             )
         # numpy: torch would start its thread pool for so little.
         lowest = int(component.slots.cpu().numpy().min()) if count else 0
-        if lowest < 0:
+        if lowest < (-1 if component.hit_policy is HitPolicy.TRAILING_PAGES else 0):
             raise ValueError(f"pool {component.pool}: expected slots from 0, got {lowest}")
 
     def _check(self) -> None:
@@ -272,7 +273,19 @@ def _resolved(pool: DevicePool, component: ComponentTransfer) -> ResolvedCompone
     return ResolvedComponent(
         pool=pool,
         keys=component.keys,
-        rows=None if component.slots is None else pool.rows(pool.translate(component.slots), len(component.keys)),
+        rows=None if component.slots is None else _rows(pool, component.slots, len(component.keys)),
         hit_policy=HitPolicy.ALL_PAGES if all_pages else component.hit_policy,
         window=1 if all_pages else component.window,
     )
+
+
+def _rows(pool: DevicePool, slots: torch.Tensor, pages: int) -> npt.NDArray[np.int64]:
+    """Each page's row; -1 for a page before a trailing window that has no slots, only -1."""
+    by_page = slots.cpu().numpy().reshape(pages, -1) if pages else np.empty((0, 1), np.int64)
+    present = (by_page >= 0).any(axis=1)
+    if present.all():
+        return pool.rows(pool.translate(slots), pages)
+    rows = np.full(pages, -1, np.int64)
+    kept = torch.from_numpy(by_page[present].flatten()).to(slots.device)
+    rows[present] = pool.rows(pool.translate(kept), int(present.sum()))
+    return rows

@@ -44,6 +44,8 @@ __all__ = ["SoftloadConnector"]
 
 _log = structlog.get_logger(__name__)
 
+_DRAIN_SECONDS = 2.0
+
 
 class SoftloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """A KV connector that restores blocks from a store, fail-soft.
@@ -223,7 +225,9 @@ class SoftloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return bool(extra_config.get("mode") == LoadMode.LAYERWISE)
 
     def shutdown(self) -> None:
-        """Close the loader; bounded."""
+        """Close the loader; bounded, as are the saves that are still out."""
+        if self._worker is not None:
+            self._worker.drain(_DRAIN_SECONDS)
         if self._bridge is not None and not self._bridge.close():
             _log.error("loader.not_closed")
 

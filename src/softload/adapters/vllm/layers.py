@@ -36,8 +36,9 @@ def block_tables(kv_cache_config: KVCacheConfig, drafts: frozenset[str] = frozen
         spec = _uniform(group.kv_cache_spec)
         draft = not drafts.isdisjoint(group.layer_names)
         if isinstance(spec, SlidingWindowSpec):
-            # One block more: the window rarely starts at the beginning of a block.
-            window = -(-(spec.sliding_window - 1) // spec.block_size)
+            # What the first token after the boundary still sees, which is not itself.
+            tokens = spec.sliding_window - 1 + spec.extra_retained_tokens
+            window = -(-tokens // spec.block_size)
             tables.append(BlockTable(PoolName.SWA, PoolName.DRAFT_SWA if draft else None, max(1, window)))
         elif isinstance(spec, FullAttentionSpec):
             tables.append(BlockTable(PoolName.KV, PoolName.DRAFT if draft else None))

@@ -11,10 +11,30 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # type: ignore[
     KVConnectorWorkerMetadata,
 )
 
-__all__ = ["BlockIds", "LoadOrder", "Orders", "PlaceOrder", "PrefetchOrder", "Reports", "SaveOrder", "Ticket"]
+__all__ = [
+    "NULL_BLOCK",
+    "BlockIds",
+    "LoadOrder",
+    "Orders",
+    "PlaceOrder",
+    "PrefetchOrder",
+    "Reports",
+    "SaveOrder",
+    "Ticket",
+    "blocks_of",
+]
+
+NULL_BLOCK = 0
+"""Stands in block tables where a sliding window has passed; vLLM never gives it to a request."""
 
 BlockIds: TypeAlias = tuple[tuple[int, ...], ...]
 """Block ids by KV cache group, one per page of the order."""
+
+
+def blocks_of(block_ids: BlockIds) -> frozenset[int]:
+    """The blocks, whatever their group: no block is in two of them."""
+    return frozenset(block for ids in block_ids for block in ids if block != NULL_BLOCK)
+
 
 Ticket: TypeAlias = tuple[str, int]
 """A request and which of its attempts: an answer to an old one must not be taken for one to the new."""

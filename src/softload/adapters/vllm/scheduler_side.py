@@ -17,6 +17,7 @@ from softload.adapters.vllm.messages import (
     Reports,
     SaveOrder,
     Ticket,
+    blocks_of,
 )
 from softload.adapters.vllm.options import ConnectorOptions, LoadMode
 
@@ -161,7 +162,7 @@ class SchedulerSide:
         pages = -(-num_external_tokens // self._block_size)
         first = state.first_page
         wanted: BlockIds = tuple(tuple(ids[first : first + pages]) for ids in block_ids)
-        state.loading = frozenset(block for ids in wanted for block in ids)
+        state.loading = blocks_of(wanted)
         state.loading_tokens = num_external_tokens
         state.saved_pages = first + pages
         state.phase = _Phase.LOADING
@@ -181,8 +182,9 @@ class SchedulerSide:
     def take_orders(self, step: ScheduledStep) -> Orders:
         """The orders that go with a step."""
         orders, self._orders = self._orders, Orders()
-        written = set(step.written).union(block for place in orders.places for ids in place.block_ids for block in ids)
-        written.update(block for load in orders.loads for ids in load.block_ids for block in ids)
+        written = set(step.written)
+        written.update(*(blocks_of(place.block_ids) for place in orders.places))
+        written.update(*(blocks_of(load.block_ids) for load in orders.loads))
         orders.overwritten = [
             number for number, (_, blocks) in self._unstaged.items() if not blocks.isdisjoint(written)
         ]
@@ -264,7 +266,6 @@ class SchedulerSide:
             block_ids: BlockIds = tuple(tuple(ids[first:last]) for ids in table)
             state.saved_pages = last
             self._saves_ordered += 1
-            blocks = frozenset(block for ids in block_ids for block in ids)
-            self._unstaged[self._saves_ordered] = self._workers, blocks
+            self._unstaged[self._saves_ordered] = self._workers, blocks_of(block_ids)
             keys = tuple(bytes(digest).hex() for digest in request.block_hashes[first:last])
             yield SaveOrder(self._saves_ordered, request_id, keys, block_ids)

@@ -7,15 +7,20 @@ from dataclasses import dataclass
 
 import torch
 
-from softload.adapters.vllm.messages import BlockIds, LoadOrder, PlaceOrder, PrefetchOrder, SaveOrder, Ticket
+from softload.adapters.vllm.messages import (
+    NULL_BLOCK,
+    BlockIds,
+    LoadOrder,
+    PlaceOrder,
+    PrefetchOrder,
+    SaveOrder,
+    Ticket,
+)
 from softload.config import LoaderConfig
 from softload.geometry.group import DevicePoolGroup
 from softload.transfer import ComponentTransfer, Fence, HitPolicy, PoolName, TransferUnit
 
 __all__ = ["BlockTable", "UnitMaker"]
-
-_NULL_BLOCK = 0
-"""Stands in block tables where a sliding window has passed; vLLM never gives it to a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +76,7 @@ class UnitMaker:
         """A part of an order, without the pages that a sliding window has passed; ``None`` if none are left."""
         target, draft = [], []
         for table, ids in zip(self._tables, order.block_ids, strict=True):
-            kept = [page for page in part if ids[page] != _NULL_BLOCK]
+            kept = [page for page in part if ids[page] != NULL_BLOCK]
             if not kept:
                 continue
             keys = tuple(order.keys[page] for page in kept)
@@ -104,6 +109,8 @@ class UnitMaker:
         for index, table in enumerate(self._tables):
             slots = None if block_ids is None else torch.tensor(block_ids[index], dtype=torch.int64)
             policy = HitPolicy.ALL_PAGES if table.window is None else HitPolicy.TRAILING_PAGES
+            if slots is not None and table.window is not None:
+                slots[slots == NULL_BLOCK] = -1
             target.append(ComponentTransfer(table.pool, keys, slots, policy, table.window or 1))
             if table.draft is not None:
                 draft.append(ComponentTransfer(table.draft, keys, slots, policy, table.window or 1))

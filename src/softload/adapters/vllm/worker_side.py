@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
 import anyio
@@ -86,6 +86,7 @@ class WorkerSide:
         self._fence = fence
         self._prefetches: dict[Ticket, _Prefetch] = {}
         self._saves: dict[int, _Save] = {}
+        self._saving: set[Future[None]] = set()
 
     def make_way(self, orders: Orders) -> None:
         """Before the forward: wait, bounded, until saves have read the blocks that this step writes."""
@@ -127,11 +128,19 @@ class WorkerSide:
             self._saves[order.number] = job
             for part in parts:
                 try:
-                    job.futures.append(
-                        self._bridge.spawn(lambda order=order, job=job, part=part: self._save(order, job, part, fence))  # type: ignore[misc]
+                    future = self._bridge.spawn(
+                        lambda order=order, job=job, part=part: self._save(order, job, part, fence)  # type: ignore[misc]
                     )
                 except LoaderClosedError:
                     self._part_staged(job)
+                    continue
+                job.futures.append(future)
+                self._saving.add(future)
+                future.add_done_callback(self._saving.discard)
+
+    def drain(self, timeout: float) -> bool:
+        """Wait until the saves that were ordered so far have ended; False where that takes longer."""
+        return not wait(list(self._saving), timeout).not_done
 
     # -- on the loop
 

@@ -1,0 +1,91 @@
+"""Prefetch mode in a real engine: what fails costs its recompute and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from engines import BLOCK, assert_equal, generate, page_hashes, scheduler_side, settle
+from hooked_connector import HookedConnector
+from rigs import Rig, rig
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    with rig(tmp_path_factory.mktemp("llama")) as made:
+        yield made
+
+
+@pytest.fixture
+def one(shared: Rig) -> Iterator[Rig]:
+    yield shared
+    shared.heal()
+    settle(shared.llm)
+
+
+def test_every_whole_block_is_restored(one: Rig) -> None:
+    prompts, cold = one.computed(200, 330, 70)
+    replay = generate(one.llm, prompts)
+    assert [answer.cached_tokens for answer in replay] == [len(prompt) // BLOCK * BLOCK for prompt in prompts]
+    assert_equal(cold, replay)
+
+
+def test_the_last_token_is_always_computed(one: Rig) -> None:
+    prompts, cold = one.computed(4 * BLOCK)
+    replay = generate(one.llm, prompts)
+    assert replay[0].cached_tokens == 3 * BLOCK
+    assert_equal(cold, replay)
+
+
+def test_generated_blocks_are_restored_as_part_of_a_longer_prompt(one: Rig) -> None:
+    (prompt,), (cold,) = one.computed(50, max_tokens=60)
+    longer = [*prompt, *cold.tokens]
+    (expected,) = generate(one.llm, [longer])
+    assert expected.cached_tokens == len(longer[:-1]) // BLOCK * BLOCK
+    settle(one.llm)
+
+
+@pytest.mark.parametrize("lost", [[3], [1, 4, 7], "all"], ids=["one block", "three blocks", "all blocks"])
+@pytest.mark.parametrize("moment", ["gone_at_admission", "gone_while_landing"])
+def test_a_lost_block_costs_what_follows_it(one: Rig, moment: str, lost: list[int] | str) -> None:
+    (prompt,), cold = one.computed(330)
+    hashes = page_hashes(prompt)
+    chosen = range(len(hashes)) if lost == "all" else lost
+    before = one.counters
+    getattr(one.faults, moment).update(hashes[page] for page in chosen)
+    replay = generate(one.llm, [prompt])
+    assert replay[0].cached_tokens == min(chosen) * BLOCK
+    assert_equal(cold, replay)
+    assert one.counters["failed_loads"] == before["failed_loads"]
+    assert not HookedConnector.seen_bad_blocks
+
+
+def test_recomputed_blocks_are_saved_again(one: Rig) -> None:
+    (prompt,), cold = one.computed(330)
+    hashes = page_hashes(prompt)
+    one.faults.inner.remove([key for key in one.faults.keys if hashes[4] in key], force=True)
+    assert generate(one.llm, [prompt])[0].cached_tokens == 4 * BLOCK
+    settle(one.llm)
+    again = generate(one.llm, [prompt])
+    assert again[0].cached_tokens == 10 * BLOCK
+    assert_equal(cold, again)
+
+
+def test_requests_that_share_a_prefix_at_the_same_time(one: Rig) -> None:
+    (prompt,), _ = one.computed(330)
+    family = [prompt[:200] + tail for tail in ([1, 2, 3], list(range(140)), [7] * 80)]
+    cold = generate(one.llm, family)
+    settle(one.llm)
+    replay = generate(one.llm, family)
+    assert all(answer.cached_tokens >= 192 for answer in replay)
+    assert_equal(cold, replay)
+
+
+def test_nothing_is_left_behind(one: Rig) -> None:
+    prompts, _ = one.computed(200, 330)
+    generate(one.llm, prompts)
+    settle(one.llm)
+    statistics = one.statistics
+    assert statistics.active_units == statistics.held_slots == statistics.landing_bytes_in_use == 0
+    assert not scheduler_side(one.llm)._states
+    assert not scheduler_side(one.llm)._unstaged

@@ -1,0 +1,273 @@
+"""Misses are a cache's normal life; outages open breakers; stale answers are not believed twice."""
+
+from __future__ import annotations
+
+import pytest
+
+from softload import PageStatus
+from softload.health import Health
+from softload.protocols import Descriptor
+from softload.testing import HangingStore, RecordingStore
+
+from .doubles import LyingStore
+from .harness import (
+    MODE_IDS,
+    MODES,
+    assert_outcome,
+    eventually,
+    is_of,
+    keys,
+    load,
+    make_pools,
+    missed,
+    opened,
+    put,
+    settle,
+    store,
+)
+
+pytestmark = pytest.mark.asyncio
+
+modes = pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The health's clock: a list of one time, in seconds."""
+    now = [0.0]
+    original = Health.__init__
+
+    def init(self: Health, **options: object) -> None:
+        original(self, **{**options, "clock": lambda: now[0]})  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Health, "__init__", init)
+    return now
+
+
+def matches_all(_: str) -> bool:
+    return True
+
+
+@pytest.mark.parametrize("method", ["descriptors", "exists"])
+async def test_dead_master_opens_the_breaker_and_one_probe_closes_it(method: str, clock: list[float]) -> None:
+    pools = make_pools()
+    lying = LyingStore(store())
+    recording = RecordingStore(lying)
+    async with opened(recording, pools) as loader:
+        await put(loader, pools, keys(4))
+        lying.lie(method, matches_all, PageStatus.STORE_UNREACHABLE)
+        for request in range(5):
+            unit = pools.unit(f"r{request}", keys(4), range(4))
+            if method == "exists":
+                assert (await loader.lookup(unit)).pages == 0
+            else:
+                outcome = (await load(loader, unit))[f"r{request}"]
+                assert_outcome(outcome, 0, [PageStatus.STORE_UNREACHABLE, PageStatus.SUPPRESSED][request >= 3])
+        assert loader.statistics().open_breakers == ("master",)
+        recording.clear()
+        found = await loader.lookup(pools.unit("x", keys(4)))
+        assert (found.boundaries, found.status) == ((), PageStatus.SUPPRESSED)
+        assert missed((await load(loader, pools.unit("y", keys(4), range(4))))["y"])[0] is PageStatus.SUPPRESSED
+        report = await loader.save([pools.unit("z", keys(2, "z"), range(8, 10))])
+        assert {page.status.value for page in report.outcomes["z"].pages} == {"suppressed"}
+        assert recording.calls == ()
+        clock[0] += 1.5  # the cool-down is a second, with jitter
+        assert (await loader.lookup(pools.unit("probe", keys(4)))).pages == (4 if method == "descriptors" else 0)
+        assert recording.count("exists") == 1
+        if method == "exists":  # it failed: open for twice as long
+            clock[0] += 1.4
+            await loader.lookup(pools.unit("early", keys(4)))
+            assert recording.count("exists") == 1
+            clock[0] += 1.2
+            lying.be_honest()
+            assert (await loader.lookup(pools.unit("second", keys(4)))).pages == 4
+        assert loader.statistics().open_breakers == ()
+        await settle(loader)
+
+
+@modes
+async def test_transport_failures_suspend_the_endpoint_and_one_probe_brings_it_back(
+    mode: dict[str, str], clock: list[float]
+) -> None:
+    method = "read_ranges" if mode.get("read_mode") == "ranges" else "read"
+    pools = make_pools()
+    lying = LyingStore(store())
+    recording = RecordingStore(lying)
+    async with opened(recording, pools, **mode) as loader:
+        for request in range(6):
+            await put(loader, pools, [f"r{request}"])
+        await put(loader, pools, ["fresh"])
+        lying.lie(method, matches_all, PageStatus.TRANSFER_FAILED)
+        for request in range(5):
+            outcome = (await load(loader, pools.unit(f"r{request}", [f"r{request}"], [0])))[f"r{request}"]
+            assert outcome.restored_pages == 0
+        assert loader.statistics().open_breakers == ("memory",)
+        recording.clear()
+        assert_outcome((await load(loader, pools.unit("x", ["r5"], [0])))["x"], 0, PageStatus.SUPPRESSED)
+        assert recording.count(method) == recording.count("session_start") == 0
+        lying.be_honest()
+        clock[0] += 1.5
+        assert_outcome((await load(loader, pools.unit("y", ["fresh"], [0])))["y"], 1)
+        assert loader.statistics().open_breakers == ()
+        await settle(loader)
+
+
+async def test_one_dead_owner_leaves_the_others_in_use() -> None:
+    """Keys of owner `bad` fail; those of `good` are served all the while."""
+    pools = make_pools()
+    lying = LyingStore(store())
+    async with opened(lying, pools) as loader:
+        await put(loader, pools, [*keys(6, "bad"), *keys(6, "good")])
+        for owner in ("bad", "good"):
+
+            def placed(_: str, truth: Descriptor, owner: str = owner) -> Descriptor:
+                return Descriptor(truth.size, owner, truth.address)
+
+            lying.lie("descriptors", is_of(*keys(6, owner)), placed)
+        lying.lie("read", is_of(*keys(6, "bad")), PageStatus.TRANSFER_FAILED)
+        for page in range(6):
+            units = [pools.unit("b", [f"bad{page}"], [0]), pools.unit("g", [f"good{page}"], [1])]
+            outcomes = await load(loader, *units)
+            assert_outcome(outcomes["b"], 0)
+            assert_outcome(outcomes["g"], 1)
+        assert loader.statistics().open_breakers == ("bad",)
+        mixed = await load(loader, pools.unit("m", ["good0", "good1", "bad0", "good2"], range(4)))
+        assert_outcome(mixed["m"], 2, PageStatus.SUPPRESSED)
+
+
+@modes
+@pytest.mark.parametrize("status", [PageStatus.NO_MEMORY_REPLICA, PageStatus.NOT_FOUND])
+async def test_a_hundred_misses_open_nothing(mode: dict[str, str], status: PageStatus) -> None:
+    method = "session_start" if mode.get("read_mode") == "ranges" else "read"
+    pools = make_pools()
+    lying = LyingStore(store())
+    async with opened(lying, pools, **mode) as loader:
+        await put(loader, pools, keys(40))
+        lying.lie(method, matches_all, status)
+        lying.lie("read", matches_all, status)
+        for request in range(100):
+            point = request % 3
+            page = [f"k{request % 40}", f"absent{request}", f"k{(request + 7) % 40}"][point]
+            outcomes = await load(loader, pools.unit(f"r{request}", [page], [0]))
+            assert outcomes[f"r{request}"].restored_pages == 0
+        assert loader.statistics().open_breakers == ()
+        lying.be_honest()
+        await put(loader, pools, ["after"])
+        assert_outcome((await load(loader, pools.unit("after", ["after"], [0])))["after"], 1)
+
+
+@modes
+async def test_stale_hit_is_suppressed_for_a_short_time(mode: dict[str, str], clock: list[float]) -> None:
+    method = "session_start" if mode.get("read_mode") == "ranges" else "read"
+    pools = make_pools()
+    lying = LyingStore(store())
+    recording = RecordingStore(lying)
+    async with opened(recording, pools, **mode) as loader:
+        await put(loader, pools, keys(3))
+        lying.lie(method, is_of("k1"), PageStatus.NOT_FOUND)
+        assert (await loader.lookup(pools.unit("a", keys(3)))).pages == 3
+        assert_outcome((await load(loader, pools.unit("a", keys(3), range(3))))["a"], 1, PageStatus.NOT_FOUND)
+        assert loader.statistics().negative_keys >= 1
+        recording.clear()
+        # For every request, not only the one that failed; and nobody asks about it.
+        assert (await loader.lookup(pools.unit("b", keys(3)))).pages == 1
+        assert_outcome((await load(loader, pools.unit("b", keys(3), range(3))))["b"], 1, PageStatus.SUPPRESSED)
+        assert not any(map(is_of("k1"), recording.keys_of(method)))
+        clock[0] += 11.0
+        lying.be_honest()
+        assert (await loader.lookup(pools.unit("c", keys(3)))).pages == 3
+        assert_outcome((await load(loader, pools.unit("c", keys(3), range(3))))["c"], 3)
+        assert loader.statistics().negative_keys == 0
+
+
+async def test_a_good_save_clears_a_refuted_key_at_once() -> None:
+    pools = make_pools()
+    inner = store()
+    lying = LyingStore(inner)
+    recording = RecordingStore(lying)
+    async with opened(recording, pools) as loader:
+        await put(loader, pools, keys(2))
+        lying.lie("read", is_of("k1"), PageStatus.NOT_FOUND)
+        unit = pools.unit("a", keys(2), range(2))
+        assert_outcome((await load(loader, unit))["a"], 1)
+        lying.be_honest()
+        gone = [key for key in recording.keys_of("put_start") if is_of("k1")(key)]
+        inner.remove(gone, force=True)
+        pools.fill(["k1"], [1])
+        loader.computed(unit)
+        assert (await loader.save([unit])).outcomes["a"].saved_pages == 1
+        assert loader.statistics().negative_keys == 0
+        assert (await loader.lookup(pools.unit("b", keys(2)))).pages == 2
+
+
+async def test_plain_absence_is_not_remembered() -> None:
+    pools = make_pools()
+    async with opened(store(), pools) as loader:
+        for request in range(20):
+            await load(loader, pools.unit(f"r{request}", [f"absent{request}"], [0]))
+        assert loader.statistics().negative_keys == 0
+
+
+async def test_negative_cache_is_bounded() -> None:
+    pools = make_pools()
+    lying = LyingStore(store())
+    async with opened(lying, pools, layout="page", negative_entries=5) as loader:
+        await put(loader, pools, keys(20))
+        lying.lie("read", matches_all, PageStatus.NOT_FOUND)
+        for page in range(20):
+            await load(loader, pools.unit(f"r{page}", [f"k{page}"], [0]))
+        now = loader.statistics()
+        assert now.negative_keys == 5
+        assert now.suppressed_requests == 5
+
+
+@modes
+async def test_failed_request_looks_up_nothing_until_it_is_computed(mode: dict[str, str]) -> None:
+    pools = make_pools()
+    lying = LyingStore(store())
+    recording = RecordingStore(lying)
+    async with opened(recording, pools, **mode) as loader:
+        await put(loader, pools, keys(4))
+        lying.lie("descriptors", is_of("k2"), PageStatus.NOT_READY)
+        unit = pools.unit("a", keys(4), range(4))
+        assert (await loader.lookup(unit)).pages == 4
+        assert_outcome((await load(loader, unit))["a"], 2)
+        recording.clear()
+        for _ in range(3):
+            found = await loader.lookup(unit)
+            assert (found.pages, found.status) == (0, PageStatus.SUPPRESSED)
+        assert recording.calls == ()
+        assert (await loader.lookup(pools.unit("other", keys(4)))).pages == 4
+        loader.computed(unit)
+        assert (await loader.lookup(unit)).pages == 4
+
+
+async def test_a_probe_that_is_not_sent_gives_its_permit_back(clock: list[float]) -> None:
+    """The endpoint's one probe is admitted with a unit that then reads nothing: the next one may probe."""
+    pools = make_pools()
+    lying = LyingStore(store())
+    async with opened(lying, pools, layout="page") as loader:
+        await put(loader, pools, keys(8))
+        lying.lie("read", matches_all, PageStatus.TRANSFER_FAILED, times=3)
+        for page in range(3):
+            await load(loader, pools.unit(f"r{page}", [f"k{page}"], [0]))
+        assert loader.statistics().open_breakers == ("memory",)
+        clock[0] += 1.5
+        outcome = (await load(loader, pools.unit("cut", ["absent", "k4"], [0, 1])))["cut"]
+        assert_outcome(outcome, 0, PageStatus.NOT_FOUND)
+        async with loader.load([pools.unit("left", ["k5"], [0])]):
+            pass
+        assert_outcome((await load(loader, pools.unit("probe", ["k6"], [0])))["probe"], 1)
+        assert loader.statistics().open_breakers == ()
+
+
+async def test_slow_master_counts_when_its_waiter_gives_up() -> None:
+    pools = make_pools()
+    hanging = HangingStore(store())
+    async with opened(hanging, pools, lookup_deadline=0.08) as loader:
+        hanging.hold("exists")
+        for request in range(3):
+            assert (await loader.lookup(pools.unit(f"r{request}", keys(2)))).status is PageStatus.TIMED_OUT
+        assert loader.statistics().open_breakers == ("master",)
+        hanging.release()
+        await eventually(lambda: not loader.statistics().stuck_threads)
