@@ -12,7 +12,7 @@ from softload.outcomes import PageStatus
 from softload.protocols import Descriptor
 from softload.sessions import Session
 
-__all__ = ["Fetch", "FetchListener", "Part", "PartState", "ReadCall"]
+__all__ = ["Fetch", "FetchListener", "Part", "PartState", "ReadCall", "Turn"]
 
 _JOIN_SECONDS = 0.05
 """A read may be joined for at least this long, however short it was expected to be."""
@@ -118,13 +118,25 @@ class Fetch:
         return not self.failed and all(part.state is PartState.LANDED for part in self.parts if part.serves(layers))
 
 
+class Turn:
+    """A load's place among others: batches of a load come one after another, loads take turns."""
+
+    __slots__ = ("suspects", "tag")
+
+    def __init__(self) -> None:
+        self.tag = 0.0
+        self.suspects: set[str] = set()
+        """Endpoints that have let this load down: however many of its calls time out, that is one outcome."""
+
+
 class ReadCall:
     """One native read: the parts of objects of one endpoint."""
 
-    __slots__ = ("endpoint", "expected", "live", "native", "parts", "ranged", "timed_out", "wanted")
+    __slots__ = ("endpoint", "expected", "live", "native", "parts", "ranged", "timed_out", "turn", "wanted")
 
-    def __init__(self, endpoint: str, parts: list[Part], *, ranged: bool) -> None:
+    def __init__(self, endpoint: str, parts: list[Part], turn: Turn, *, ranged: bool) -> None:
         self.endpoint = endpoint
+        self.turn = turn
         self.parts = parts
         self.ranged = ranged
         self.live: list[Part] = []

@@ -10,11 +10,11 @@ import anyio
 
 from softload.admission import Answers, ask_descriptors
 from softload.context import Context
+from softload.fetches import Turn
 from softload.layer_gate import LayerGate
 from softload.outcomes import Admission, Landed, LayerReady, LoadReport, PageStatus
 from softload.pipeline import Mode, UnitRun
 from softload.protocols import SoloConsensus
-from softload.reading import Turn
 from softload.transfer import TransferUnit
 
 __all__ = ["Load", "Prefetch"]

@@ -17,14 +17,13 @@ from softload import events
 from softload.admission import Answers
 from softload.context import Context
 from softload.copies import Copy, chunks, copies_in, execute, wait_for, zeros
-from softload.fetches import Fetch
+from softload.fetches import Fetch, Turn
 from softload.geometry.layout import Fragment, layer_groups
 from softload.landing import Share
 from softload.native_calls import RefusedError
 from softload.outcomes import LateFailure, PageStatus, UnitOutcome
 from softload.planning import Column, needed_pages
 from softload.protocols import Descriptor
-from softload.reading import Turn
 from softload.slots import SlotState
 from softload.transfer import TransferUnit
 from softload.unit_fetches import UnitFetches
@@ -342,6 +341,9 @@ class UnitRun:
             self._fenced = True
         except RefusedError:
             self._give_up(PageStatus.SHED)
+        except Exception as error:  # the engine's own fault: it costs this unit, not the loader
+            _log.error(events.FENCE_RAISED, request_id=self.request_id, error=repr(error))
+            self._give_up(PageStatus.CANCELLED)
 
     async def _copy(self, copies: Sequence[Copy]) -> None:
         """Copy in chunks; the deadline may pass between two, never within one."""

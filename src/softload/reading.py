@@ -11,7 +11,7 @@ import structlog
 
 from softload import events
 from softload.config import Integrity, LoaderConfig
-from softload.fetches import Fetch, FetchListener, Part, PartState, ReadCall
+from softload.fetches import Fetch, FetchListener, Part, PartState, ReadCall, Turn
 from softload.health import Health
 from softload.integrity import check_tail
 from softload.landing import LandingMemory, Segment, SegmentState
@@ -23,7 +23,7 @@ from softload.sessions import Session, SessionTable
 from softload.store_calls import StoreCalls
 from softload.telemetry import Counters
 
-__all__ = ["Reader", "Turn"]
+__all__ = ["Reader"]
 
 _log = structlog.get_logger(__name__)
 
@@ -34,15 +34,6 @@ _CALL_SECONDS = 0.002
 
 _NOT_REFUTED = (PageStatus.SHED, PageStatus.CANCELLED, PageStatus.STORE_UNREACHABLE, PageStatus.MALFORMED)
 """Failures that say nothing about the key."""
-
-
-class Turn:
-    """A load's place among others: batches of a load come one after another, loads take turns."""
-
-    __slots__ = ("tag",)
-
-    def __init__(self) -> None:
-        self.tag = 0.0
 
 
 class Reader:
@@ -194,7 +185,7 @@ class Reader:
             max_objects=self._config.read_batch_objects,
         )
         for endpoint, items in batches:
-            call = ReadCall(endpoint, items, ranged=ranged)
+            call = ReadCall(endpoint, items, turn, ranged=ranged)
             turn.tag = max(turn.tag, self._turn) + 1.0
             native = NativeCall(
                 lambda call=call: self._run(call),  # type: ignore[misc]
@@ -466,6 +457,8 @@ class Reader:
                 if not call.timed_out:
                     call.timed_out = True
                     self._counters.timed_out_calls += 1
-                    breaker.record(False)
+                    if call.endpoint not in call.turn.suspects:
+                        call.turn.suspects.add(call.endpoint)
+                        breaker.record(False)
                 if breaker.is_open:
                     self._health.negative.add(fetch.key, PageStatus.TIMED_OUT)

@@ -21,7 +21,7 @@ from softload.native_calls import NativeCall, RefusedError
 from softload.outcomes import PageSave, PageStatus, SaveOutcome, SaveReport, SaveStatus
 from softload.planning import Column, columns
 from softload.protocols import PutRefusal
-from softload.transfer import TransferUnit
+from softload.transfer import Fence, TransferUnit
 
 __all__ = ["Saver"]
 
@@ -60,6 +60,10 @@ class _Object:
     @property
     def size(self) -> int:
         return self.column.spec.size
+
+
+class _FenceError(Exception):
+    """The engine's fence raised."""
 
 
 class Saver:
@@ -142,7 +146,7 @@ class Saver:
             with context.wait_until(anyio.current_time() + seconds):
                 if mine and unit.ready is not None:
                     fence = unit.ready
-                    await context.fences.run(lambda: wait_for(fence))
+                    await self._wait_for_engine(unit.request_id, fence)
                 batches = list(self._batches(mine))
                 for batch in batches:
                     await self._save_batch(batch, lambda last=batch is batches[-1]: last and staged(unit))  # type: ignore[misc]
@@ -152,6 +156,8 @@ class Saver:
                     item.status = SaveStatus.PRESENT if other.status is SaveStatus.SAVED else other.status
         except RefusedError:
             otherwise = SaveStatus.SHED
+        except _FenceError:
+            otherwise = SaveStatus.FAILED
         finally:
             for item in objects:
                 if item.status is None:
@@ -163,6 +169,15 @@ class Saver:
         skipped = [item for item in objects if item.status in (SaveStatus.SHED, SaveStatus.STORE_FULL)]
         if skipped:
             _log.info(events.SAVE_SKIPPED, request_id=unit.request_id, objects=len(skipped), status=skipped[0].status)
+
+    async def _wait_for_engine(self, request_id: str, fence: Fence) -> None:
+        try:
+            await self._context.fences.run(lambda: wait_for(fence))
+        except RefusedError:
+            raise
+        except Exception as error:  # the engine's own fault: it costs this save
+            _log.error(events.FENCE_RAISED, request_id=request_id, error=repr(error))
+            raise _FenceError from error
 
     def _batches(self, objects: Sequence[_Object]) -> Iterable[list[_Object]]:
         config = self._context.config
@@ -234,10 +249,12 @@ class Saver:
                 segment.state = SegmentState.IN_FLIGHT
             return True
 
-        def release(call: NativeCall[list[SaveStatus]]) -> None:
+        def release(call: NativeCall[tuple[list[SaveStatus], list[PageStatus]]]) -> None:
             for segment in segments:
                 context.landing.release(segment)
-            statuses = call.value or [SaveStatus.FAILED] * len(batch)
+            statuses, failures = call.value or ([SaveStatus.FAILED] * len(batch), [])
+            if call.value is not None:
+                context.health.record_master(failures)
             for item, status in zip(batch, statuses, strict=True):
                 item.status = status if item.status is None else item.status
                 if status is SaveStatus.SAVED:
@@ -260,13 +277,16 @@ class Saver:
                         item.status = SaveStatus.TIMED_OUT
                         context.landing.quarantine(segment, _ENDPOINT)
 
-    def _put(self, keys: Sequence[str], segments: Sequence[Segment]) -> list[SaveStatus]:
-        """On a thread: start, one range, end. What does not get through is revoked."""
+    def _put(self, keys: Sequence[str], segments: Sequence[Segment]) -> tuple[list[SaveStatus], list[PageStatus]]:
+        """On a thread: start, one range, end. What does not get through is revoked.
+
+        Returns:
+            what became of each object, and how the master answered the start where it did not take an object.
+        """
         calls = self._context.calls
-        statuses = [
-            _PUT_STATUSES.get(answer, SaveStatus.FAILED)
-            for answer in calls.put_start(keys, [segment.nbytes for segment in segments])
-        ]
+        answers = calls.put_start(keys, [segment.nbytes for segment in segments])
+        failures = [answer for answer in answers if isinstance(answer, PageStatus)]
+        statuses = [_PUT_STATUSES.get(answer, SaveStatus.FAILED) for answer in answers]
         started = [index for index, status in enumerate(statuses) if status is SaveStatus.SAVED]
         written = calls.put_write(
             [keys[index] for index in started],
@@ -279,7 +299,7 @@ class Saver:
         calls.put_revoke([keys[index] for index in failed])
         for index in failed:
             statuses[index] = SaveStatus.FAILED
-        return statuses
+        return statuses, failures
 
 
 _PUT_STATUSES: dict[PutRefusal | PageStatus, SaveStatus] = {

@@ -8,13 +8,12 @@ import anyio.lowlevel
 
 from softload.config import Layout, ReadMode
 from softload.context import Context
-from softload.fetches import Fetch, FetchListener, Part
+from softload.fetches import Fetch, FetchListener, Part, Turn
 from softload.geometry.layout import layer_groups, ranges_of
 from softload.landing import Segment, Share
 from softload.outcomes import PageStatus
 from softload.planning import Column
 from softload.protocols import Descriptor
-from softload.reading import Turn
 from softload.unit_pages import UnitPages, Wanted
 
 __all__ = ["UnitFetches"]

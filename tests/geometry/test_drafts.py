@@ -6,10 +6,19 @@ import re
 from typing import Any
 
 import pytest
+import structlog.testing
 import torch
 
 from softload.config import Layout
-from softload.geometry import DevicePoolGroup, DraftBuffers, DraftMismatchError, DraftMode, attach_draft, plan_draft
+from softload.geometry import (
+    DevicePoolGroup,
+    DraftBuffers,
+    DraftMismatchError,
+    DraftMode,
+    attach_draft,
+    plan_draft,
+    without_unfit_draft,
+)
 from softload.transfer import PoolName
 
 KV, INDEXER = PoolName.KV, PoolName.INDEXER
@@ -140,3 +149,14 @@ def test_an_attached_draft_that_was_rebuilt_is_noticed(make_pool: Any) -> None:
     layers[0] = torch.zeros(32, 2)
     with pytest.raises(RuntimeError, match="pool kv: the engine's pool was rebuilt: expected buffer 2"):
         pool.check_alive()
+
+
+def test_a_draft_that_does_not_fit_is_switched_off_and_said_so(make_pool: Any) -> None:
+    targets = [make_pool()]
+    with structlog.testing.capture_logs() as logs:
+        assert without_unfit_draft(lambda d: attach_draft(targets, d), draft(page_size=64)) == tuple(targets)
+    assert [(entry["event"], entry["log_level"]) for entry in logs] == [("draft.disabled", "warning")]
+    assert "64" in logs[0]["reason"]
+    with structlog.testing.capture_logs() as logs:
+        assert without_unfit_draft(lambda d: attach_draft(targets, d), draft()) != tuple(targets)
+    assert logs == []

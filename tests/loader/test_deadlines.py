@@ -7,7 +7,7 @@ import threading
 import anyio
 import pytest
 
-from softload import LateFailure, PageStatus
+from softload import LateFailure, PageStatus, SaveStatus
 from softload.testing import HangingStore
 
 from .harness import (
@@ -119,6 +119,39 @@ async def test_fence_that_never_opens_leaves_the_slots_alone() -> None:
         opens.set()
         await settle(loader)
         pools.assert_rows_kept()
+
+
+async def test_fence_that_raises_costs_its_unit_and_its_save_alone() -> None:
+    pools = make_pools()
+
+    def fence() -> None:
+        raise RuntimeError("device lost")
+
+    async with opened(store(), pools) as loader:
+        await put(loader, pools, keys(2))
+        units = [pools.unit("a", keys(2), range(2), ready=fence), pools.unit("b", keys(2), range(2, 4))]
+        outcomes = await load(loader, *units)
+        assert_outcome(outcomes["a"], 0, PageStatus.CANCELLED)
+        assert_outcome(outcomes["b"], 2)
+        pools.assert_rows_kept(range(2, 4))
+        report = await loader.save([pools.unit("c", keys(2, "c"), range(4, 6), ready=fence)])
+        assert {page.status for page in report.outcomes["c"].pages} == {SaveStatus.FAILED}
+        assert (await loader.lookup(pools.unit("d", keys(2)))).pages == 2
+
+
+async def test_many_calls_of_one_timed_out_load_are_one_outcome_of_their_endpoint() -> None:
+    pools = make_pools()
+    hanging = HangingStore(store())
+    async with opened(hanging, pools) as loader:  # grouped: one call for each of four groups of layers
+        await put(loader, pools, keys(2))
+        hanging.hold("read")
+        outcome = (await load(loader, pools.unit("a", keys(2), range(2), deadline=0.2)))["a"]
+        assert_outcome(outcome, 0, PageStatus.TIMED_OUT)
+        assert loader.statistics().timed_out_calls == 4
+        assert loader.statistics().open_breakers == ()
+        hanging.release()
+        await settle(loader)
+        assert_outcome((await load(loader, pools.unit("b", keys(2), range(2))))["b"], 2)
 
 
 async def test_slots_are_written_after_the_fence() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from softload import PageStatus
+from softload import PageStatus, SaveStatus
 from softload.health import Health
 from softload.protocols import Descriptor
 from softload.testing import HangingStore, RecordingStore
@@ -83,6 +83,17 @@ async def test_dead_master_opens_the_breaker_and_one_probe_closes_it(method: str
             assert (await loader.lookup(pools.unit("second", keys(4)))).pages == 4
         assert loader.statistics().open_breakers == ()
         await settle(loader)
+
+
+async def test_saves_find_out_that_the_master_is_dead() -> None:
+    pools = make_pools()
+    lying = LyingStore(store())
+    async with opened(lying, pools) as loader:
+        lying.lie("put_start", matches_all, PageStatus.STORE_UNREACHABLE)
+        for request in range(3):
+            report = await loader.save([pools.unit(f"r{request}", keys(2, f"r{request}"), range(2))])
+            assert {page.status for page in report.outcomes[f"r{request}"].pages} == {SaveStatus.FAILED}
+        assert loader.statistics().open_breakers == ("master",)
 
 
 @modes

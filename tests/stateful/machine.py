@@ -23,7 +23,7 @@ from softload.geometry import DraftMode
 from .checks import CheckedWorld
 from .world import DEADLINE, HELD, LOOKUP_DEADLINE, LYING, SAVE_DEADLINE, Held, Pending, User, page_keys
 
-LENGTHS = st.integers(1, 6)
+LENGTHS = st.sampled_from([6, 5, 4, 3, 2, 1])
 CHAINS = st.integers(0, 2)
 NUMBER = st.integers(0, 1 << 16)
 LIES = (
@@ -48,18 +48,18 @@ class LoaderMachine(CheckedWorld, RuleBasedStateMachine):
         self._stack.enter_context(patch.object(Copy, "run", self.checked_run(Copy.run)))
         self.open()
 
-    @initialize(stored=st.lists(st.tuples(CHAINS, LENGTHS), max_size=3))
+    @initialize(stored=st.lists(st.tuples(CHAINS, st.sampled_from([6, 6, 3])), min_size=1, max_size=3))
     def start(self, stored: list[tuple[int, int]]) -> None:
-        """Something to load."""
+        """Something to load, which the engine does not hold any more."""
         for chain, length in stored:
-            self.compute(chain, length)
-            self.save(len(self.cache) - 1)
+            self.compute(chain, length, stored=True)
             self.check()
+            self.forget(len(self.cache) - 1)
 
     # -- what the engine does
 
-    @rule(chain=CHAINS, length=LENGTHS)
-    def compute(self, chain: int, length: int) -> None:
+    @rule(chain=CHAINS, length=LENGTHS, stored=st.sampled_from([True, True, False]))
+    def compute(self, chain: int, length: int, stored: bool) -> None:
         keys = page_keys(chain, length)
         rows = self.engine.take(length)
         if rows is None:
@@ -68,6 +68,8 @@ class LoaderMachine(CheckedWorld, RuleBasedStateMachine):
         name = self._name()
         self.loader.computed(self.engine.unit(name, keys, rows))
         self.cache.append(Held(name, keys, rows))
+        if stored:
+            self.save(len(self.cache) - 1)
 
     @precondition(lambda self: self.cache)
     @rule(which=NUMBER)
@@ -225,8 +227,8 @@ class LoaderMachine(CheckedWorld, RuleBasedStateMachine):
     def pass_time(self, seconds: float) -> None:
         self.advance(seconds)
 
-    @precondition(lambda self: self.memory._objects and not self.can_forge)
-    @rule(which=NUMBER, count=st.integers(1, 4), force=st.booleans())
+    @precondition(lambda self: len(self.memory._objects) > 9 and not self.can_forge)
+    @rule(which=NUMBER, count=st.integers(1, 2), force=st.booleans())
     def evict(self, which: int, count: int, force: bool) -> None:
         keys = sorted(self.memory._objects)
         if keys:
@@ -236,7 +238,7 @@ class LoaderMachine(CheckedWorld, RuleBasedStateMachine):
                     self.corrupt.discard(key)
 
     @precondition(lambda self: self.memory._objects and not self.can_forge)
-    @rule(which=NUMBER, count=st.integers(1, 4))
+    @rule(which=NUMBER, count=st.integers(1, 2))
     def evict_and_reuse(self, which: int, count: int) -> None:
         """A forced removal, and another object in its place at once: with a valid tail, but another key's."""
         keys = sorted(key for key in self.memory._objects if not key.startswith("foreign"))
@@ -281,12 +283,19 @@ class LoaderMachine(CheckedWorld, RuleBasedStateMachine):
         page_key = page_keys(chain, page + 1)[page]
         self.memory.remove(self.object_keys(page_key, draft=True), force=True)
 
-    @rule(method=st.sampled_from(HELD), only=st.sampled_from(["", "", ".g2", ".d", "draft"]))
-    def hold(self, method: str, only: str) -> None:
-        """Calls hang: all of a kind, or those that ask for a later group of layers, or for the draft."""
+    @precondition(lambda self: len(self.store._holding) < 2)
+    @rule(
+        method=st.sampled_from([*HELD, *["read", "read_ranges"] * 5]),
+        only=st.sampled_from(["", "", ".g2", ".g2", ".d", "draft"]),
+        skip=st.integers(0, 3),
+    )
+    def hold(self, method: str, only: str, skip: int) -> None:
+        """Calls hang: all of a kind, those for a later group of layers or for the draft, or from the nth on."""
         self._release([method])
-        self.store.hold(method, lambda keys: any(only in key for key in keys))
+        passing = iter(range(skip if method == "read_ranges" else 0))
+        self.store.hold(method, lambda keys: any(only in key for key in keys) and next(passing, None) is None)
 
+    @precondition(lambda self: not self.script.pending)
     @rule(method=st.sampled_from(LYING), lie=st.sampled_from([*LIES, None]))
     def answer_wrongly(self, method: str, lie: PageStatus | None) -> None:
         """The next call of a kind fails for all keys, or answers for too few of them."""
@@ -314,6 +323,7 @@ class LoaderMachine(CheckedWorld, RuleBasedStateMachine):
         """Closing answers every waiter and ends, also while calls hang; then another loader begins."""
         self.close(released)
         self.open()
+        self.compute(0, 6, stored=True)
 
     @invariant()
     def nothing_is_wrong(self) -> None:

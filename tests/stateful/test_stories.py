@@ -36,14 +36,14 @@ def do(machine: LoaderMachine, *steps: Callable[[], None]) -> None:
 
 def store(machine: LoaderMachine, length: int = 4) -> None:
     """The first pages of conversation 0 are stored, and not in the engine any more."""
-    do(machine, lambda: machine.start([(0, length)]), lambda: machine.forget(0))
+    do(machine, lambda: machine.start([(0, length)]))
 
 
 @pytest.mark.parametrize(("case", "only"), [("grouped-sidecar", "draft"), ("grouped-packed", ".d0")])
 def test_a_load_left_before_its_draft_came_holds_zeros_there(case: str, only: str) -> None:
     with told(case) as machine:
         store(machine)
-        do(machine, lambda: machine.hold("read", only), lambda: machine.load([(0, 4)], None, False))
+        do(machine, lambda: machine.hold("read", only, 0), lambda: machine.load([(0, 4)], None, False))
         assert len(machine.users) == 1
         do(machine, lambda: machine.cancel(0))
         (request,) = machine.ended
@@ -54,7 +54,7 @@ def test_a_load_left_before_its_draft_came_holds_zeros_there(case: str, only: st
 def test_a_draft_that_does_not_come_in_time_counts_against_its_endpoint(case: str, only: str) -> None:
     with told(case) as machine:
         store(machine)
-        do(machine, lambda: machine.hold("read", only), lambda: machine.load([(0, 4)], 0.3, False))
+        do(machine, lambda: machine.hold("read", only, 0), lambda: machine.load([(0, 4)], 0.3, False))
         do(machine, lambda: machine.pass_time(0.6))
         (request,) = machine.ended
         assert (request.result.restored_pages, request.result.draft_pages) == (4, 0)
@@ -88,10 +88,10 @@ def test_placing_nothing_is_no_mistake(case: str) -> None:
 @pytest.mark.parametrize(("case", "method"), [("ranges-sidecar-tiny", "read_ranges"), ("grouped-tiny", "read")])
 def test_loads_that_are_shed_while_another_is_left_let_go_once(case: str, method: str) -> None:
     with told(case) as machine:
-        do(machine, lambda: machine.start([(2, 2), (1, 6), (0, 6)]), lambda: machine.forget(0))
+        do(machine, lambda: machine.start([(2, 2), (1, 6), (0, 6)]))
         do(
             machine,
-            lambda: machine.hold(method, ""),
+            lambda: machine.hold(method, "", 0),
             lambda: machine.load([(1, 6), (0, 3), (0, 1)], 0.3, False),
             lambda: machine.cancel(0),
             lambda: machine.load([(1, 6)], 0.3, False),
@@ -104,7 +104,7 @@ def test_a_probe_that_reads_nothing_gives_its_permit_back(case: str) -> None:
     with told(case) as machine:
         store(machine)
         method = "read_ranges" if case == "ranges" else "read"
-        do(machine, lambda: machine.hold(method, ""))
+        do(machine, lambda: machine.hold(method, "", 0))
         for _ in range(3):
             do(machine, lambda: machine.load([(0, 4)], 0.3, False), lambda: machine.pass_time(0.6))
         assert machine.loader.statistics().open_breakers == ("memory",)
@@ -116,7 +116,7 @@ def test_a_probe_that_reads_nothing_gives_its_permit_back(case: str) -> None:
         do(machine, lambda: machine.load([(0, 4)], None, False))
         (request,) = machine.ended
         assert request.result.pages[0].status is PageStatus.NOT_FOUND
-        do(machine, lambda: machine.compute(0, 4), lambda: machine.save(0))
+        do(machine, lambda: machine.compute(0, 4, True))
         machine.ended.clear()
         do(machine, lambda: machine.load([(0, 4)], None, False))
         (request,) = machine.ended

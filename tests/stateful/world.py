@@ -145,6 +145,7 @@ class World:
     draft_policy: ClassVar[DraftPolicy] = DraftPolicy.DROP
     integrity: ClassVar[Integrity] = Integrity.SAMPLE
     landing_bytes: ClassVar[int] = 2 << 20
+    read_lanes: ClassVar[int] = 2
     store_bytes: ClassVar[int] = 8 << 20
 
     def __init__(self) -> None:
@@ -189,7 +190,7 @@ class World:
                 hold_limit=HOLD_LIMIT,
                 prefetch_ttl=3.0,
                 stuck_threads=3,
-                read_lanes=2,
+                read_lanes=self.read_lanes,
                 write_lanes=1,
                 control_lanes=2,
                 read_batch_objects=4,

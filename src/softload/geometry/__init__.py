@@ -2,7 +2,14 @@
 
 from softload.geometry.assembly import FAMILIES, PoolFamily, build_pool_group
 from softload.geometry.device_pool import BufferMeta, Components, ComponentSource, DevicePool, IndexMapper
-from softload.geometry.drafts import DraftBuffers, DraftMismatchError, DraftMode, attach_draft, plan_draft
+from softload.geometry.drafts import (
+    DraftBuffers,
+    DraftMismatchError,
+    DraftMode,
+    attach_draft,
+    plan_draft,
+    without_unfit_draft,
+)
 from softload.geometry.group import DevicePoolGroup, ResolvedComponent
 from softload.geometry.layout import TAIL_BYTES, Fragment, ObjectSpec, layer_groups, object_specs, ranges_of
 from softload.geometry.mha import mha_pool_group
@@ -32,4 +39,5 @@ __all__ = [
     "object_specs",
     "plan_draft",
     "ranges_of",
+    "without_unfit_draft",
 ]

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeVar
 
+import structlog
+
+from softload import events
 from softload.geometry.device_pool import Components, ComponentSource, DevicePool, read_components
 from softload.transfer import PoolName
 
-__all__ = ["DraftBuffers", "DraftMismatchError", "DraftMode", "attach_draft", "plan_draft"]
+__all__ = ["DraftBuffers", "DraftMismatchError", "DraftMode", "attach_draft", "plan_draft", "without_unfit_draft"]
+
+T = TypeVar("T")
+
+_log = structlog.get_logger(__name__)
 
 _SIDECAR_NAMES: Mapping[PoolName, PoolName] = {
     PoolName.KV: PoolName.DRAFT,
@@ -96,6 +104,23 @@ def attach_draft(
     if mode is DraftMode.PACKED:
         return tuple(_packed(pool, draft.pools[pool.name]) if pool.name in draft.pools else pool for pool in targets)
     return (*targets, *(_sidecar(pool, draft.pools[pool.name]) for pool in targets if pool.name in draft.pools))
+
+
+def without_unfit_draft(build: Callable[[DraftBuffers | None], T], draft: DraftBuffers | None) -> T:
+    """Build with the draft, or, where it does not fit, without it and with one warning: the target works all the same.
+
+    Args:
+        build: what makes the pools, `functools.partial(build_pool_group, kvcache, page_size)` for example.
+        draft: the draft's tensors.
+
+    Raises:
+        ValueError: the target itself does not fit.
+    """
+    try:
+        return build(draft)
+    except DraftMismatchError as error:
+        _log.warning(events.DRAFT_DISABLED, reason=str(error), fits=[str(mode) for mode in error.fits])
+        return build(None)
 
 
 def _unfit(targets: Sequence[DevicePool], draft: DraftBuffers, unified_kv: bool) -> str | None:

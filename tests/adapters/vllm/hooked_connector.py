@@ -21,6 +21,8 @@ class PageFaults(WrapperStore):
         super().__init__(inner)
         self.gone_at_admission: set[str] = set()
         self.gone_while_landing: set[str] = set()
+        self.draft_gone: Callable[[str], bool] = lambda key: False
+        """Of a draft's object keys."""
         self.keys: set[str] = set()
         """Object keys that were saved."""
 
@@ -28,9 +30,12 @@ class PageFaults(WrapperStore):
         """As the inner store, without the pages that are gone."""
         answers = self.inner.descriptors(keys)
         return [
-            PageStatus.NOT_FOUND if page_of(key) in self.gone_at_admission else answer
+            PageStatus.NOT_FOUND if self._is_gone(key) else answer
             for key, answer in zip(keys, answers, strict=True)
         ]
+
+    def _is_gone(self, key: str) -> bool:
+        return page_of(key) in self.gone_at_admission or (is_draft(key) and self.draft_gone(key))
 
     def read(self, keys: Sequence[str], pointers: Sequence[int], sizes: Sequence[int]) -> Sequence[Answer]:
         """As the inner store, without the pages that are gone."""
@@ -71,3 +76,8 @@ class HookedConnector(SoftloadConnector):
 def page_of(key: str) -> str:
     """The prefix hash in an object's key."""
     return key.split("/")[-2]
+
+
+def is_draft(key: str) -> bool:
+    """Whether an object holds a draft's bytes."""
+    return key.rsplit("/", 1)[-1].startswith("draft")

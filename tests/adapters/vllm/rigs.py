@@ -42,6 +42,7 @@ class Rig:
         """No faults any more."""
         self.faults.gone_at_admission.clear()
         self.faults.gone_while_landing.clear()
+        self.faults.draft_gone = lambda key: False
         HookedConnector.silent = False
         HookedConnector.seen_bad_blocks.clear()
 
