@@ -41,6 +41,7 @@ def draft_parts(
 
 async def look_up(context: Context, unit: TransferUnit) -> Lookup:
     """Which prefixes of a unit can be restored now, as the store says. See `PageLoader.lookup`."""
+    await context.pacer.turn()
     target = context.pools.resolve(unit.target)
     draft, draft_columns = draft_parts(context, unit, target)
     target_columns = columns(target, dict(context.pools.specs(context.config.layout)), context.keys, draft=False)
@@ -54,6 +55,7 @@ async def look_up(context: Context, unit: TransferUnit) -> Lookup:
     if status is not None:
         context.counters.lookups_unanswered += 1
         _log.info(events.LOOKUP_FAILED, request_id=unit.request_id, status=status)
+    await context.pacer.turn()
     context.promised.add(found)
     prefixes = boundaries(_component_pages(target, target_columns, found))
     longest = prefixes[-1] if prefixes else 0

@@ -17,6 +17,7 @@ from softload.keys import KeySpace
 from softload.landing import LandingMemory
 from softload.native_calls import CallGroup, NativeCall, RefusedError
 from softload.outcomes import PageStatus
+from softload.pacing import Pacer
 from softload.protocols import RankConsensus
 from softload.reading import Reader
 from softload.sessions import SessionTable
@@ -71,6 +72,7 @@ class Context:
     writes: CallGroup
     lifecycle: CallGroup
     spawn: Callable[[Callable[[], Coroutine[Any, Any, None]]], None]
+    pacer: Pacer = field(default_factory=Pacer)
     active: set[Any] = field(default_factory=set)
     """Units whose outcome is not known yet."""
     promised: PromisedKeys = field(default_factory=lambda: PromisedKeys(65_536))

@@ -71,10 +71,12 @@ class _Handle:
         waiting = [run for run in self._runs if not run.decided.is_set() and not run.is_cancelled]
         answers: Answers = {}
         if waiting:
+            await self._context.pacer.turn()
             columns = [column for run in waiting for column in run.wants.all_columns()]
             answers = await ask_descriptors(self._context, columns, max(run.deadline for run in waiting))
         endpoints: dict[str, PageStatus | None] = {}
         for run in waiting:
+            await self._context.pacer.turn()
             run.decide(answers, endpoints)
         if not isinstance(self._context.consensus, SoloConsensus):
             agreed = await self._context.consensus.minimum([run.pages for run in self._runs])

@@ -185,7 +185,9 @@ class CallGroup:
     def count_stuck(self) -> None:
         """A running call was abandoned: another thread may take its lane."""
         self._stuck += 1
-        self._dispatch()
+        # Not at once: who gives up one call is about to give up others, and those that are queued must not start first.
+        assert self._loop is not None
+        self._loop.call_soon(self._dispatch)
 
     def close(self) -> None:
         """Refuse new calls and queued ones, and end idle threads; running calls end theirs when they return."""

@@ -259,9 +259,11 @@ class UnitRun:
             await self._until(lambda step=step, layers=layers: self._fetches.landed(step, layers))  # type: ignore[misc]
             if self.pages:
                 await self._wait_for_engine()
+                await self._context.pacer.turn()
             await self._copy(self._step_copies(step, layers))
             self._pass(layers.stop)
-            if not self.wants.draft_rides:
+            if self.pages and not self.wants.draft_rides:
+                await self._context.pacer.turn()
                 done = (column for column in step if column.spec.layers[-1] < layers.stop)
                 self._fetches.let_go(done, keep=self._mode is Mode.PLACE)
         self._copied = self.pages

@@ -77,9 +77,13 @@ class Saver:
         self, units: Sequence[TransferUnit], staged: Callable[[TransferUnit], object] = lambda _: None
     ) -> SaveReport:
         """See `PageLoader.save`."""
-        plans = [self._plan(unit) for unit in units]
+        plans = []
+        for unit in units:
+            await self._context.pacer.turn()
+            plans.append(self._plan(unit))
         for unit, _, objects in plans:
             await self._save_unit(unit, [item for item in objects if item.status is None], staged)
+        await self._context.pacer.turn()
         outcomes = {unit.request_id: _outcome(unit, components, objects) for unit, components, objects in plans}
         for outcome in outcomes.values():
             self._context.counters.saves.update(page.status for page in outcome.pages)
@@ -195,6 +199,7 @@ class Saver:
 
     async def _save_batch(self, batch: list[_Object], staged: Callable[[], object]) -> None:
         landing = self._context.landing
+        await self._context.pacer.turn()
         by_column: dict[Column, list[_Object]] = {}
         for item in batch:
             by_column.setdefault(item.column, []).append(item)

@@ -40,7 +40,9 @@ class SlotState(IntEnum):
     RELEASED = 5
 
 
-_ACTIVE = (SlotState.RESERVED, SlotState.FILLING, SlotState.ZEROING)
+def _is_active(states: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
+    held: npt.NDArray[np.bool_] = (states >= SlotState.RESERVED) & (states <= SlotState.ZEROING)
+    return held
 
 
 class SlotTable:
@@ -66,7 +68,7 @@ class SlotTable:
                     f"got page row {int(unique[counts > 1][0])} twice"
                 )
             states = self._of(pool)[0][rows]
-            held = np.isin(states, _ACTIVE)
+            held = _is_active(states)
             if held.any():
                 raise ValueError(
                     f"request {request_id!r}, pool {pool.name}: expected slots that no unit holds, got page row "
@@ -116,7 +118,7 @@ class SlotTable:
         if with_draft:
             failed |= self._draftless[pool.name][rows]
         failed &= keys[rows] == np.array([hash(key) for key in page_keys], np.int64)
-        allowed: npt.NDArray[np.bool_] = ~(np.isin(mine, _ACTIVE) | failed)
+        allowed: npt.NDArray[np.bool_] = ~(_is_active(mine) | failed)
         return allowed
 
     def count(self, *states: SlotState) -> int:

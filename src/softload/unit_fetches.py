@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-import anyio.lowlevel
-
 from softload.config import Layout, ReadMode
 from softload.context import Context
 from softload.fetches import Fetch, FetchListener, Part, Turn
@@ -17,6 +15,9 @@ from softload.protocols import Descriptor
 from softload.unit_pages import UnitPages, Wanted
 
 __all__ = ["UnitFetches"]
+
+_PAGES_PER_TURN = 128
+"""Pages that are planned in one turn of the event loop: about a millisecond."""
 
 
 class UnitFetches:
@@ -66,6 +67,7 @@ class UnitFetches:
     async def read(self, turn: Turn) -> None:
         """Be granted landing memory, whole and in turn, then join what is on its way and queue reads of the rest."""
         landing = self._context.landing
+        await self._context.pacer.turn()
         wanted = self._objects()
         while landing.cost(_runs(wanted)) > landing.limit(self._share):
             pages = self._pages.pages
@@ -137,12 +139,14 @@ class UnitFetches:
                 self._hold(wanted, fetch)
         try:
             for column in list(self._pages.all_columns()):
-                parts = self._assign_column(column, spare)
+                parts: list[Part] = []
+                for first in range(0, len(column.keys), _PAGES_PER_TURN):
+                    await self._context.pacer.turn()
+                    parts += self._assign_column(column, first, spare)
                 if self._is_ranged:
                     ranged += parts
                 else:
                     self._context.reader.read(parts, turn)
-                    await anyio.lowlevel.checkpoint()  # a large unit must not hold the event loop up
             if ranged:
                 ranged.sort(key=lambda part: 0 if part.layers is None else part.layers.start)
                 self._context.reader.read(ranged, turn)
@@ -152,11 +156,11 @@ class UnitFetches:
         self._pages.recut()
         self.prune()
 
-    def _assign_column(self, column: Column, spare: dict[str, Segment]) -> list[Part]:
+    def _assign_column(self, column: Column, first: int, spare: dict[str, Segment]) -> list[Part]:
         reader = self._context.reader
         tailed = self._context.config.layout is Layout.GROUPED
         parts: list[Part] = []
-        for page in self._pages.pages_of(column):
+        for page in self._pages.pages_of(column)[first : first + _PAGES_PER_TURN]:
             wanted, key = Wanted(column, page), column.keys[page]
             if wanted in self._fetches:
                 continue

@@ -164,6 +164,14 @@ class CheckedWorld(World):
             assert free == sorted(free) and all(length > 0 for _, length in free)
             assert all(a + n < b for (a, n), (b, _) in zip(free, free[1:], strict=False)), "free neighbours are joined"
             assert sum(length for _, length in free) == arena.free_bytes
+        used = self.busy_memory.ranges
+        for (start, nbytes), (following, _) in zip(used, used[1:], strict=False):
+            assert start + nbytes <= following, "two calls share landing memory"
+        for arena in landing.arenas:
+            for offset, length in zip(arena._offsets, arena._lengths, strict=True):
+                for start, nbytes in used:
+                    overlap = start < arena.pointer + offset + length and arena.pointer + offset < start + nbytes
+                    assert not overlap, "memory that a call may still use is free"
         statistics = landing.statistics()
         taken = sum(arena.nbytes - arena.free_bytes for arena in landing.arenas)
         assert taken == statistics.in_use + statistics.quarantined

@@ -16,7 +16,7 @@ import structlog
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from softload import DraftPolicy, Integrity, Layout, Lookup, PageStatus, SaveReport, SaveStatus, native_calls
+from softload import DraftPolicy, Integrity, Layout, Lookup, PageStatus, ReadMode, SaveReport, SaveStatus, native_calls
 from softload.copies import Copy
 from softload.geometry import DraftMode
 
@@ -164,6 +164,32 @@ class LoaderMachine(CheckedWorld, RuleBasedStateMachine):
         self.settle()
         assert user.task.done(), "leaving a load takes no longer than a chunk"
 
+    @precondition(lambda self: len(self.store._holding) < 2)
+    @rule(
+        parts=PARTS,
+        only=st.sampled_from([".g2", "", ".g2", ".d", "draft"]),
+        skip=st.integers(0, 3),
+        streams=st.booleans(),
+        end=st.sampled_from(["reuse", "time", "cancel", "time", "release", "nothing"]),
+        which=NUMBER,
+    )
+    def hang_in_a_read(
+        self, parts: list[tuple[int, int]], only: str, skip: int, streams: bool, end: str, which: int
+    ) -> None:
+        """What single steps seldom add up to: a load whose reads hang, and something that happens to it meanwhile."""
+        self.hold("read_ranges" if self.read_mode is ReadMode.RANGES else "read", only, skip)
+        self.load(parts, None, False) if streams else self.prefetch(parts, None)
+        self.check()
+        if end == "cancel" and self.users:
+            self.cancel(len(self.users) - 1)
+        elif end == "time":
+            self.pass_time(6.0)
+        elif end == "reuse" and self.memory._objects and not self.can_forge:
+            self.evict_and_reuse(which, 2)
+        self.check()
+        if end in ("release", "reuse"):
+            self.release_all()
+
     @precondition(lambda self: self.ended)
     @rule(which=NUMBER, keep=st.booleans())
     def finish(self, which: int, keep: bool) -> None:
@@ -242,8 +268,10 @@ class LoaderMachine(CheckedWorld, RuleBasedStateMachine):
     def evict_and_reuse(self, which: int, count: int) -> None:
         """A forced removal, and another object in its place at once: with a valid tail, but another key's."""
         keys = sorted(key for key in self.memory._objects if not key.startswith("foreign"))
+        keys = [key for key in keys if key in self.memory._sessions] or keys  # rather those that are being read
+        donors = sorted(key for key in self.memory._objects if not key.startswith("foreign"))
         for nth in range(min(count, len(keys))):
-            key, donor = keys[(which + 5 * nth) % len(keys)], keys[(which + 11 * nth + 3) % len(keys)]
+            key, donor = keys[(which + 5 * nth) % len(keys)], donors[(which + 11 * nth + 3) % len(donors)]
             if key not in self.memory._objects or donor not in self.memory._objects or key == donor:
                 continue
             size, bytes_of_donor = self.memory._objects[key].size, self._stored(donor)
@@ -292,6 +320,8 @@ class LoaderMachine(CheckedWorld, RuleBasedStateMachine):
     def hold(self, method: str, only: str, skip: int) -> None:
         """Calls hang: all of a kind, those for a later group of layers or for the draft, or from the nth on."""
         self._release([method])
+        if self.layout is Layout.PAGE:  # one object holds all layers, and a packed draft
+            only = only if only == "draft" and self.draft is DraftMode.SIDECAR else ""
         passing = iter(range(skip if method == "read_ranges" else 0))
         self.store.hold(method, lambda keys: any(only in key for key in keys) and next(passing, None) is None)
 

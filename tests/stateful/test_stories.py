@@ -99,16 +99,29 @@ def test_loads_that_are_shed_while_another_is_left_let_go_once(case: str, method
         )
 
 
+@pytest.mark.parametrize("case", ["grouped", "page"])
+def test_what_is_queued_behind_a_hung_read_is_not_started_when_its_load_times_out(case: str) -> None:
+    with told(case) as machine:
+        do(machine, lambda: machine.start([(0, 6), (1, 6), (2, 6)]))
+        do(
+            machine,
+            lambda: machine.hold("read", "", 0),
+            lambda: machine.load([(0, 6), (1, 6), (2, 6)], 0.3, False),
+            lambda: machine.pass_time(0.6),
+        )
+        assert machine.loader.statistics().stuck_threads == machine.read_lanes
+
+
 @pytest.mark.parametrize("case", ["grouped", "page", "ranges"])
 def test_a_probe_that_reads_nothing_gives_its_permit_back(case: str) -> None:
     with told(case) as machine:
         store(machine)
         method = "read_ranges" if case == "ranges" else "read"
-        do(machine, lambda: machine.hold(method, "", 0))
         for _ in range(3):
-            do(machine, lambda: machine.load([(0, 4)], 0.3, False), lambda: machine.pass_time(0.6))
+            do(machine, lambda: machine.hold(method, "", 0), lambda: machine.load([(0, 4)], 0.3, False))
+            do(machine, lambda: machine.pass_time(0.3), machine.release_all)
         assert machine.loader.statistics().open_breakers == ("memory",)
-        do(machine, lambda: machine.release_all(), lambda: machine.pass_time(31.0))
+        do(machine, lambda: machine.pass_time(31.0))
         # The first page is gone: the others are asked for, probe the endpoint, and are not read.
         first = machine.object_keys(page_keys(0, 1)[0], draft=False)
         do(machine, lambda: (machine.memory.remove(first, force=True), None)[1])

@@ -34,6 +34,7 @@ from softload.slots import SlotState
 from softload.stores import MemoryStore
 from softload.testing import HangingStore, ScriptedStore
 
+from .busy_memory import BusyMemory
 from .engine import Engine, content
 from .manual_time import ManualClock, ManualLoop
 
@@ -173,9 +174,10 @@ class World:
         self.memory = MemoryStore(capacity=self.store_bytes, lease=2.0, eviction_ratio=0.2, clock=self.clock)
         self.script = ScriptedStore(self.memory)
         self.store = HangingStore(self.script)
+        self.busy_memory = BusyMemory(self.store)
         self.lies = 0
         loader = self.loader = PageLoader(
-            self.store,
+            self.busy_memory,
             self.engine.pools,
             config=LoaderConfig(
                 layout=self.layout,

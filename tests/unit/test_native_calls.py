@@ -272,6 +272,7 @@ async def _exercise(width: int, max_stuck: int, steps: list[str]) -> None:
                 changed.clear()
                 await changed.wait()
             open_calls.remove((call, function))
+        await asyncio.sleep(0)
         statistics = group.statistics()
         running = [pair for pair in open_calls if pair[0].started_at is not None]
         assert statistics.running == len(running)

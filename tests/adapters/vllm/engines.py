@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -150,7 +151,8 @@ def compare(expected: Sequence[Answer], got: Sequence[Answer]) -> Comparison:
     """Answer by answer; printed, so that a run shows how often a tie was let pass."""
     result = Comparison()
     for one, other in zip(expected, got, strict=True):
-        where = next((i for i, pair in enumerate(zip(one.tokens, other.tokens, strict=True)) if pair[0] != pair[1]), None)
+        pairs = zip(one.tokens, other.tokens, strict=True)
+        where = next((index for index, (left, right) in enumerate(pairs) if left != right), None)
         if where is None:
             result.equal += 1
         elif min(one.margins[where], other.margins[where]) < 1e-3:
@@ -186,6 +188,32 @@ def scheduler_side(llm: LLM) -> Any:
 def worker() -> Any:
     """The connector of this process's worker."""
     return get_kv_transfer_group()
+
+
+def add(llm: LLM, name: str, prompt: Prompt, *, max_tokens: int = 16) -> None:
+    """Add a request without waiting for it."""
+    sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
+
+
+def step_until(llm: LLM, condition: Callable[[], bool], *, seconds: float = 20.0) -> None:
+    """Step the engine until something has happened."""
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, f"not within {seconds} s"
+        llm.llm_engine.step()
+        time.sleep(0.001)  # as the engine's own loop does when nothing was computed
+
+
+def step_to_the_end(llm: LLM) -> None:
+    """Step the engine until no request is left."""
+    step_until(llm, lambda: not llm.llm_engine.has_unfinished_requests())
+
+
+def kv_bytes() -> list[torch.Tensor]:
+    """A copy of all KV bytes of this process's worker."""
+    pools = worker()._bridge.loader.pools.pools
+    return [view.clone() for pool in pools for view in pool.page_views]
 
 
 def settle(llm: LLM) -> None:

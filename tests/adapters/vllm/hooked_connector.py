@@ -30,8 +30,7 @@ class PageFaults(WrapperStore):
         """As the inner store, without the pages that are gone."""
         answers = self.inner.descriptors(keys)
         return [
-            PageStatus.NOT_FOUND if self._is_gone(key) else answer
-            for key, answer in zip(keys, answers, strict=True)
+            PageStatus.NOT_FOUND if self._is_gone(key) else answer for key, answer in zip(keys, answers, strict=True)
         ]
 
     def _is_gone(self, key: str) -> bool:

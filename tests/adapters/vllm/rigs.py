@@ -14,6 +14,7 @@ from vllm import LLM
 
 from softload.protocols import PageStore
 from softload.telemetry import Statistics
+from softload.testing import HangingStore
 
 
 class Rig:
@@ -21,13 +22,15 @@ class Rig:
 
     llm: LLM
     faults: PageFaults
+    hanging: HangingStore
 
     def __init__(self) -> None:
         self._seeds = itertools.count(1000)
 
     def wrap(self, store: PageStore) -> PageStore:
         """For the connector: the store with faults."""
-        self.faults = PageFaults(store)
+        self.hanging = HangingStore(store)
+        self.faults = PageFaults(self.hanging)
         return self.faults
 
     def computed(self, *lengths: int, max_tokens: int = 16) -> tuple[list[Prompt], list[Answer]]:
@@ -40,6 +43,7 @@ class Rig:
 
     def heal(self) -> None:
         """No faults any more."""
+        self.hanging.release()
         self.faults.gone_at_admission.clear()
         self.faults.gone_while_landing.clear()
         self.faults.draft_gone = lambda key: False
@@ -69,7 +73,5 @@ def rig(
 ) -> Iterator[Rig]:
     """A rig on a tiny model. Landed bytes that nobody took are not kept: they would hide what a store has lost."""
     made = Rig()
-    with engine(
-        model(folder), wrap=made.wrap, extra={"prefetch_ttl": 0, **(extra or {})}, **settings
-    ) as made.llm:
+    with engine(model(folder), wrap=made.wrap, extra={"prefetch_ttl": 0, **(extra or {})}, **settings) as made.llm:
         yield made

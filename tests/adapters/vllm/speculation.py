@@ -128,7 +128,8 @@ def _train_eagle(eagle: _Eagle, target: LlamaForCausalLM, data: torch.Tensor, se
     optimizer = torch.optim.AdamW(eagle.parameters(), lr=2e-3, weight_decay=0.01)
     loss = torch.tensor(0.0)
     rope = target.model.rotary_emb
-    for step, batch in _batches(data, seconds):
+    step = 0
+    for step, batch in _batches(data, seconds):  # noqa: B007
         with torch.no_grad():
             hidden = target.model(batch).last_hidden_state
             embedded = target.model.embed_tokens(batch)

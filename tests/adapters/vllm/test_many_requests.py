@@ -26,9 +26,7 @@ def family_of_prompts(seed: int = 5) -> list[Prompt]:
 
 @pytest.mark.parametrize("multiprocessing", [False, True], ids=["in process", "engine process"])
 @pytest.mark.slow
-def test_a_fifth_of_the_keys_is_evicted(
-    multiprocessing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fifth_of_the_keys_is_evicted(multiprocessing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", str(int(multiprocessing)))
     monkeypatch.setenv("SOFTLOAD_TEST_FAULTS", json.dumps(["evict=0.2"]))
     model, family = tiny_llama(tmp_path), family_of_prompts()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from engines import BLOCK, assert_equal, generate, page_hashes, settle, tiny_gemma
 from hooked_connector import HookedConnector
-from rigs import Rig, rig
+from rigs import rig
 
 
 @pytest.fixture(params=["prefetch", "async"])

@@ -216,7 +216,7 @@ class SoftloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics:
-        """Counters for `/metrics`; their names begin with ``softload:``."""
+        """Counters for `/metrics`; their names begin with ``vllm:softload_``."""
         return SoftloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     @classmethod

@@ -26,7 +26,7 @@ METRICS: Mapping[str, str] = {
     "loaded_bytes": "Bytes read from the store.",
     "saved_bytes": "Bytes written to the store.",
 }
-"""Counters, exported as ``softload:<name>_total``."""
+"""Counters, exported as ``vllm:softload_<name>_total``."""
 
 _INTERVAL_SECONDS = 1.0
 
@@ -95,7 +95,7 @@ class SoftloadPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         self._counters: dict[str, dict[int, Any]] = {}
         for name, documentation in METRICS.items():
             counter = self._counter_cls(
-                name=f"softload:{name}", documentation=documentation, labelnames=self._labelnames
+                name=f"vllm:softload_{name}", documentation=documentation, labelnames=self._labelnames
             )
             self._counters[name] = {
                 index: counter.labels(*values) for index, values in self.per_engine_labelvalues.items()

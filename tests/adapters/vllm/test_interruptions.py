@@ -1,0 +1,149 @@
+"""Abort, preemption, shutdown and hung calls in mid-load: nothing hangs, and blocks given up are never written."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from engines import (
+    add,
+    assert_equal,
+    core,
+    generate,
+    kv_bytes,
+    prompts,
+    settle,
+    step_to_the_end,
+    step_until,
+    worker,
+)
+from rigs import Rig, rig
+
+DEADLINE = 0.6
+
+
+@pytest.fixture(scope="module", params=["prefetch", "async"])
+def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    with rig(tmp_path_factory.mktemp("llama"), extra={"mode": request.param, "deadline": DEADLINE}) as made:
+        yield made
+
+
+@pytest.fixture
+def one(shared: Rig) -> Iterator[Rig]:
+    yield shared
+    shared.heal()
+    drained(shared)
+    settle(shared.llm)
+
+
+def drained(one: Rig) -> None:
+    """Every native call has returned."""
+    bridge = worker()._bridge
+    bridge.call(lambda: bridge.loader.drain(), 10.0)
+
+
+def assert_unwritten_since(before: list[torch.Tensor]) -> None:
+    assert all(torch.equal(now, then) for now, then in zip(kv_bytes(), before, strict=True))
+
+
+def test_a_read_that_hangs_costs_the_deadline(one: Rig) -> None:
+    (prompt,), cold = one.computed(330)
+    one.hanging.hold("read")
+    started = time.monotonic()
+    replay = generate(one.llm, [prompt])
+    assert time.monotonic() - started < DEADLINE + 0.5 + 0.5  # half a second for the engine's own work
+    assert one.hanging.held("read")
+    assert_equal(cold, replay)
+    before = kv_bytes()
+    one.hanging.release()
+    drained(one)
+    assert_unwritten_since(before)
+
+
+def test_a_lookup_that_hangs_costs_its_own_deadline(one: Rig) -> None:
+    (prompt,), cold = one.computed(330)
+    one.hanging.hold("exists")
+    started = time.monotonic()
+    replay = generate(one.llm, [prompt])
+    assert time.monotonic() - started < DEADLINE + 0.5 + 0.5
+    assert replay[0].cached_tokens == 0
+    assert_equal(cold, replay)
+
+
+def test_an_aborted_request_takes_no_bytes_any_more(one: Rig) -> None:
+    (prompt, other), cold = one.computed(330, 300)
+    one.hanging.hold("read", lambda keys: True)
+    add(one.llm, "aborted", prompt)
+    step_until(one.llm, lambda: one.hanging.held("read") > 0)
+    one.llm.llm_engine.abort_request(["aborted"])
+    one.hanging.hold("exists")  # the other one is computed, into whatever blocks are free
+    replay = generate(one.llm, [other])
+    assert_equal(cold[1:], replay)
+    step_to_the_end(one.llm)
+    step_until(one.llm, lambda: not core(one.llm).scheduler.requests)
+    before = kv_bytes()
+    one.hanging.release()
+    drained(one)
+    assert_unwritten_since(before)
+
+
+def test_a_request_that_is_aborted_before_it_was_answered(one: Rig) -> None:
+    (prompt,), _ = one.computed(330)
+    one.hanging.hold("exists")
+    add(one.llm, "aborted early", prompt)
+    step_until(one.llm, lambda: one.hanging.held("exists") > 0)
+    one.llm.llm_engine.abort_request(["aborted early"])
+    one.hanging.release()
+    generate(one.llm, prompts(40, seed=9))
+    step_until(one.llm, lambda: not core(one.llm).scheduler.requests)
+    drained(one)
+    assert one.statistics.landing_bytes_in_use == 0
+
+
+def test_puts_that_hang_hold_no_block_and_no_request(one: Rig) -> None:
+    one.hanging.hold("put_start")
+    started = time.monotonic()
+    answers = generate(one.llm, prompts(300, 301, 302, 303, 304, 305, 306, 307, seed=77))
+    assert time.monotonic() - started < 5
+    assert one.llm.reset_prefix_cache()
+    one.hanging.release()
+    settle(one.llm)
+    assert_equal(answers, generate(one.llm, prompts(300, 301, 302, 303, 304, 305, 306, 307, seed=77)))
+
+
+@pytest.mark.parametrize("mode", ["prefetch", "async"])
+def test_preempted_requests_resume_from_what_was_saved(mode: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    lengths = (200, 210, 220, 230)
+    with rig(
+        tmp_path_factory.mktemp("llama"), extra={"mode": mode}, num_gpu_blocks_override=256, max_num_seqs=4
+    ) as one:
+        expected = generate(one.llm, prompts(*lengths, seed=31), max_tokens=200)
+    with rig(
+        tmp_path_factory.mktemp("llama"),
+        extra={"mode": mode},
+        num_gpu_blocks_override=36,
+        max_num_seqs=4,
+        disable_log_stats=False,
+    ) as one:
+        for _ in range(2):
+            assert_equal(expected, generate(one.llm, prompts(*lengths, seed=31), max_tokens=200))
+            settle(one.llm)
+        preempted = next(metric.value for metric in one.llm.get_metrics() if metric.name == "vllm:num_preemptions")
+        assert preempted > 0
+        assert one.counters["restored_tokens"] > 0
+        drained(one)
+        assert one.statistics.held_slots == 0
+
+
+@pytest.mark.parametrize("mode", ["prefetch", "async"])
+def test_shutdown_in_mid_load_is_bounded(mode: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    with rig(tmp_path_factory.mktemp("llama"), extra={"mode": mode, "deadline": 60.0}) as one:
+        (prompt,), _ = one.computed(330)
+        one.hanging.hold("read")
+        add(one.llm, "in flight", prompt)
+        step_until(one.llm, lambda: one.hanging.held("read") > 0)
+        started = time.monotonic()
+    assert time.monotonic() - started < 20
+    one.hanging.release()
