@@ -49,7 +49,7 @@ def replay_command(
     layout: Annotated[Layout, typer.Option(help="How pages become objects.")] = Layout.GROUPED,
     draft: Annotated[DraftKind, typer.Option(help="How the draft is stored.")] = DraftKind.NONE,
     draft_policy: Annotated[DraftPolicy, typer.Option(help="What a lost draft page costs.")] = DraftPolicy.DROP,
-    admission: Annotated[AdmissionMode, typer.Option(help="When slots are taken.")] = AdmissionMode.PREFETCH,
+    admission: Annotated[AdmissionMode, typer.Option(help="When slots are taken.")] = AdmissionMode.STREAM,
     speed: Annotated[str, typer.Option(metavar="FACTOR|max", help="How much faster than the trace to arrive.")] = "max",
     layer_time: Annotated[float, typer.Option(metavar="MS", help="What computing one layer takes.")] = 0.0,
     integrity: Annotated[Integrity, typer.Option(help="How the loader checks bytes.")] = Integrity.SAMPLE,

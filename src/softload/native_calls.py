@@ -9,6 +9,7 @@ event loop; threads only run calls.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import heapq
 import itertools
 import threading
@@ -20,9 +21,26 @@ from typing import Any, Generic, TypeVar
 
 import anyio
 
-__all__ = ["CallGroup", "CallGroupStatistics", "NativeCall", "RefusedError"]
+try:
+    from sniffio import current_async_library_cvar  # type: ignore[import-not-found, unused-ignore]
+except ImportError:
+    current_async_library_cvar = None
+
+__all__ = ["CallGroup", "CallGroupStatistics", "NativeCall", "RefusedError", "callback_context"]
 
 T = TypeVar("T")
+
+
+def callback_context() -> contextvars.Context:
+    """For callbacks of the event loop that use anyio, which run outside of any task.
+
+    anyio asks sniffio, where that is installed (engines bring it along), which library runs; and sniffio knows tasks
+    only, and this variable.
+    """
+    context = contextvars.Context()
+    if current_async_library_cvar is not None:
+        context.run(current_async_library_cvar.set, "asyncio")
+    return context
 
 
 class RefusedError(Exception):
@@ -187,7 +205,7 @@ class CallGroup:
         self._stuck += 1
         # Not at once: who gives up one call is about to give up others, and those that are queued must not start first.
         assert self._loop is not None
-        self._loop.call_soon(self._dispatch)
+        self._loop.call_soon(self._dispatch, context=callback_context())
 
     def close(self) -> None:
         """Refuse new calls and queued ones, and end idle threads; running calls end theirs when they return."""
@@ -263,7 +281,7 @@ def _serve(
     while (call := inbox.get()) is not None:
         call.execute()
         try:
-            loop.call_soon_threadsafe(returned, inbox, call)
+            loop.call_soon_threadsafe(returned, inbox, call, context=callback_context())
         except RuntimeError:  # the loop has ended: nobody waits, and what the call held goes with it
             return
         del call  # an idle thread must not keep the memory of its last call alive

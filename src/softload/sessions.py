@@ -16,7 +16,7 @@ from enum import StrEnum
 import anyio
 
 from softload.health import Health
-from softload.native_calls import CallGroup, NativeCall, RefusedError
+from softload.native_calls import CallGroup, NativeCall, RefusedError, callback_context
 from softload.outcomes import PageStatus
 from softload.protocols import Clock
 from softload.store_calls import StoreCalls
@@ -140,7 +140,7 @@ class SessionTable:
             session.holders -= 1
             if not session.holders and session.state is SessionState.OPEN:
                 if not self._unheld:  # one call for all that are let go of in this step of the loop
-                    asyncio.get_running_loop().call_soon(self._end_unheld)
+                    asyncio.get_running_loop().call_soon(self._end_unheld, context=callback_context())
                 self._unheld.append(session)
 
     def wants_renewal(self, session: Session) -> bool:

@@ -15,7 +15,8 @@ from softload.landing import LandingMemory
 from softload.slots import SlotState
 
 from .engine import GUARDS, content
-from .world import HELD, Request, User, World, page_keys
+from .users import Request, User, page_keys
+from .world import HELD, World
 
 
 class CheckedWorld(World):

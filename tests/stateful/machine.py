@@ -21,7 +21,8 @@ from softload.copies import Copy
 from softload.geometry import DraftMode
 
 from .checks import CheckedWorld
-from .world import DEADLINE, HELD, LOOKUP_DEADLINE, LYING, SAVE_DEADLINE, Held, Pending, User, page_keys
+from .users import Held, Pending, User, page_keys
+from .world import DEADLINE, HELD, LOOKUP_DEADLINE, LYING, SAVE_DEADLINE
 
 LENGTHS = st.sampled_from([6, 5, 4, 3, 2, 1])
 CHAINS = st.integers(0, 2)

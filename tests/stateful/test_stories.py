@@ -11,7 +11,7 @@ from softload import PageStatus
 
 from .machine import LoaderMachine
 from .test_machine import CASES
-from .world import page_keys
+from .users import page_keys
 
 
 @contextmanager

@@ -45,7 +45,7 @@ class SchedulerOptions:
         ValueError: a value out of range.
     """
 
-    admission: AdmissionMode = AdmissionMode.PREFETCH
+    admission: AdmissionMode = AdmissionMode.STREAM
     speed: float | None = None
     layer_time: float = 0.0
     max_running: int = 32
@@ -100,7 +100,7 @@ class ReplayOptions:
     layout: Layout = Layout.GROUPED
     draft: DraftKind = DraftKind.NONE
     draft_policy: DraftPolicy = DraftPolicy.DROP
-    admission: AdmissionMode = AdmissionMode.PREFETCH
+    admission: AdmissionMode = AdmissionMode.STREAM
     speed: float | None = None
     layer_time: float = 0.0
     integrity: Integrity = Integrity.SAMPLE

@@ -58,9 +58,9 @@ class UnitMaker:
         """All pages of an order, without slots."""
         return self._unit(order.ticket, order.keys, None, order.deadline, None)
 
-    def prefetch(self, order: PrefetchOrder, pages: int) -> TransferUnit:
+    def prefetch(self, order: PrefetchOrder, pages: int, deadline: float) -> TransferUnit:
         """The first pages of an order, without slots."""
-        return self._unit(order.ticket, order.keys[:pages], None, order.deadline, None)
+        return self._unit(order.ticket, order.keys[:pages], None, deadline, None)
 
     def place(self, order: PrefetchOrder, place: PlaceOrder, ready: Fence | None) -> TransferUnit:
         """The first pages of an order, with the slots that it was given."""

@@ -146,6 +146,7 @@ class WorkerSide:
 
     async def _prefetch(self, order: PrefetchOrder) -> None:
         job = _Prefetch(order)
+        until = anyio.current_time() + order.deadline
         self._prefetches[order.ticket] = job
         answered = False
         try:
@@ -156,7 +157,7 @@ class WorkerSide:
                     answered = True
                     self._outbox.landed(order.ticket, pages)
                     return
-                unit = self._units.prefetch(order, pages)
+                unit = self._units.prefetch(order, pages, max(0.0, until - anyio.current_time()))
                 async with loader.prefetch([unit]) as prefetch:
                     landed = (await prefetch.landed())[unit.request_id]
                     answered = True
