@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -45,34 +43,6 @@ _CLOSE_SECONDS = 2.0
 """How long closing waits for native calls, each time that it does."""
 
 _HOUSEKEEPING_SECONDS = 0.5
-
-
-class _Starter:
-    """Starts tasks in the loader's group, also for callbacks of the loop, such as those of native calls that return.
-
-    A callback belongs to no task, and a task group may refuse it: with `sniffio` installed, anyio finds its backend by
-    the running task. So what callbacks want started waits for a task of ours.
-    """
-
-    def __init__(self, tasks: anyio.abc.TaskGroup) -> None:
-        self._tasks = tasks
-        self._waiting: deque[Callable[[], Coroutine[Any, Any, None]]] = deque()
-        self._wake = anyio.Event()
-
-    def __call__(self, function: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        if asyncio.current_task() is not None:
-            self._tasks.start_soon(function)
-        else:
-            self._waiting.append(function)
-            self._wake.set()
-
-    async def run(self) -> None:
-        """Start what callbacks left, until it is cancelled."""
-        while True:
-            await self._wake.wait()
-            self._wake = anyio.Event()
-            while self._waiting:
-                self._tasks.start_soon(self._waiting.popleft())
 
 
 class PageLoader(AsyncContextManagerMixin):
@@ -270,8 +240,8 @@ class PageLoader(AsyncContextManagerMixin):
         sessions = SessionTable(calls, health, ttl=self.store.lease_ttl, max_stuck=config.stuck_threads)
         health.on_master_back = sessions.void
 
-        spawn = _Starter(tasks)
-        tasks.start_soon(spawn.run)
+        def spawn(function: Callable[[], Coroutine[Any, Any, None]]) -> None:
+            tasks.start_soon(function)
 
         def retire(arena: Arena) -> None:
             if not tasks.cancel_scope.cancel_called:  # a call that returns after closing: the store is gone too

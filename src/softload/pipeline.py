@@ -18,6 +18,7 @@ from softload.admission import Answers
 from softload.context import Context
 from softload.copies import Copy, chunks, copies_in, execute, wait_for, zeros
 from softload.fetches import Fetch, Turn
+from softload.geometry.group import ResolvedComponent
 from softload.geometry.layout import Fragment, layer_groups
 from softload.landing import Share
 from softload.native_calls import RefusedError
@@ -379,10 +380,26 @@ class UnitRun:
 
     def _draft_holders(self) -> Sequence[Column]:
         """The columns whose objects hold the draft's bytes."""
-        return self.wants.columns if self.wants.draft_rides else self.wants.draft_columns
+        if not self.wants.draft_rides:
+            return self.wants.draft_columns
+        return [column for column in self.wants.columns if _draft_fragments(column)]
 
     def _draft_pages_of(self, column: Column) -> range:
-        return range(self.wants.draft_pages) if self.wants.draft_rides else self.wants.pages_of(column)
+        component = self._draft_component(column)
+        return needed_pages(self.wants.draft_pages, component.hit_policy, component.window)
+
+    def _draft_component(self, column: Column) -> ResolvedComponent:
+        """The component of a column whose objects hold the draft's bytes."""
+        return (self.wants.target if self.wants.draft_rides else self.wants.draft)[column.component]
+
+    def _draftless_pages_of(self, column: Column) -> range:
+        """The pages whose draft slots are to hold zeros."""
+        if not self.wants.draft_is_packed:
+            return range(self._draft_copied, len(column.keys))
+        # A packed draft's slots are its target's: those that no target bytes were written to are left as they are.
+        component = self._draft_component(column)
+        written = needed_pages(self._copied, component.hit_policy, component.window)
+        return range(max(self._draft_copied, written.start), written.stop)
 
     def _column_copies(self, column: Column, fragments: Sequence[Fragment], pages: range) -> list[Copy]:
         return copies_in(column, fragments, [self._fetches.segment(column, page) for page in pages], pages)
@@ -391,12 +408,10 @@ class UnitRun:
         """Draft slots without their bytes hold zeros, not what was there before, once they are ours to write."""
         if self.unit.ready is not None and not self._fenced:
             return
-        # A packed draft's slots are its target's: those of missed pages are left as they are.
-        stop = self._copied if self.wants.draft_is_packed else self.wants.requested
         copies = [
             copy
             for column in self._draft_holders()
-            for copy in zeros(column, range(self._draft_copied, min(stop, len(column.keys))), _draft_fragments(column))
+            for copy in zeros(column, self._draftless_pages_of(column), _draft_fragments(column))
         ]
         for component in self.wants.draft if not self.wants.draft_is_packed else ():
             assert component.rows is not None

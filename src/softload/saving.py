@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -32,6 +33,9 @@ _ENDPOINT = "saves"
 
 _GRANT_SECONDS = 0.05
 
+_FULL_PAUSES = (0.02, 0.05)
+"""Before an object that a full store refused is offered again."""
+
 _WORST = (
     SaveStatus.REFUSED,
     SaveStatus.FAILED,
@@ -52,6 +56,7 @@ class _Object:
     page: int
     status: SaveStatus | None = None
     done: anyio.Event | None = None
+    """Set once the status is known; ``None`` for what this call does not write."""
 
     @property
     def key(self) -> str:
@@ -87,12 +92,17 @@ class Saver:
         outcomes = {unit.request_id: _outcome(unit, components, objects) for unit, components, objects in plans}
         for outcome in outcomes.values():
             self._context.counters.saves.update(page.status for page in outcome.pages)
-        saved = sum(item.size for _, _, objects in plans for item in objects if item.status is SaveStatus.SAVED)
+        saved = sum(
+            item.size
+            for _, _, objects in plans
+            for item in objects
+            if item.status is SaveStatus.SAVED and item.done is not None
+        )
         return SaveReport(outcomes, saved)
 
     def _plan(self, unit: TransferUnit) -> tuple[TransferUnit, list[ResolvedComponent], list[_Object]]:
         context = self._context
-        target = context.pools.resolve(unit.target)
+        target = context.pools.resolve(unit.target, allow_partial=unit.partial, allow_missing_kv=unit.partial)
         draft, draft_columns = draft_parts(context, unit, target)
         all_columns = [
             *columns(target, dict(context.pools.specs(context.config.layout)), context.keys, draft=False),
@@ -112,6 +122,7 @@ class Saver:
             _Object(column, page, shortcut if good else SaveStatus.REFUSED)
             for column in all_columns
             for page, good in enumerate(allowed[column.pool.name, any(f.draft for f in column.spec.fragments)])
+            if column.rows is not None and column.rows[page] >= 0  # pages before a trailing window may have no slots
         ]
         # Prefix order: if the store is full half-way, what is in it is a prefix.
         objects.sort(key=lambda item: item.page)
@@ -290,6 +301,15 @@ class Saver:
         """
         calls = self._context.calls
         answers = calls.put_start(keys, [segment.nbytes for segment in segments])
+        for pause in _FULL_PAUSES:
+            # A refusal is what makes the store evict: a moment later there is room.
+            full = [index for index, answer in enumerate(answers) if answer is PutRefusal.FULL]
+            if not full:
+                break
+            time.sleep(pause)
+            again = calls.put_start([keys[index] for index in full], [segments[index].nbytes for index in full])
+            for index, answer in zip(full, again, strict=True):
+                answers[index] = answer
         failures = [answer for answer in answers if isinstance(answer, PageStatus)]
         statuses = [_PUT_STATUSES.get(answer, SaveStatus.FAILED) for answer in answers]
         started = [index for index, status in enumerate(statuses) if status is SaveStatus.SAVED]
@@ -330,6 +350,7 @@ def _outcome(unit: TransferUnit, components: Sequence[ResolvedComponent], object
         PageSave(page, worst[component.pool.name, page], component.pool.name)
         for component in components
         for page in range(len(component.keys))
+        if (component.pool.name, page) in worst
     )
     lost = {
         page.page

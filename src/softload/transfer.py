@@ -106,6 +106,8 @@ class TransferUnit:
         draft: the draft model's components, valid only together; ``None`` for none (a packed draft needs none).
         deadline: seconds from submission until the unit's waiters are answered; ``None`` for the loader's default.
         ready: the engine's fence; slots are not written (load) or read (save) before it returned.
+        partial: whether pools may be left out: the engine has of them what it needs (load), or nothing (save). A loaded
+            tail may hold side pools alone. A lookup is about all pools, and has none of it.
 
     Raises:
         ValueError: a negative deadline, an empty request id, or a pool named twice.
@@ -116,6 +118,7 @@ class TransferUnit:
     draft: tuple[ComponentTransfer, ...] | None = None
     deadline: float | None = None
     ready: Fence | None = None
+    partial: bool = False
 
     def __post_init__(self) -> None:
         if not self.request_id:

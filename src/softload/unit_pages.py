@@ -40,7 +40,7 @@ class UnitPages:
     def __init__(self, context: Context, unit: TransferUnit) -> None:
         self.request_id = unit.request_id
         specs = dict(context.pools.specs(context.config.layout))
-        self.target = context.pools.resolve(unit.target)
+        self.target = context.pools.resolve(unit.target, allow_partial=unit.partial, allow_missing_kv=unit.partial)
         self.draft, self.draft_columns = draft_parts(context, unit, self.target)
         self.columns = columns(self.target, specs, context.keys, draft=False)
         self.draft_is_packed = bool(self.draft) and not unit.draft
@@ -114,17 +114,26 @@ class UnitPages:
         """At admission: what the loss of draft pages costs the target."""
         if not self.draft or self.draft_pages >= self.pages or policy is DraftPolicy.DROP:
             return
-        if policy is DraftPolicy.REQUIRE or self.pages - self.draft_pages <= truncate_pages:
-            self._bad[self.draft_pages] = (PageStatus.NOT_FOUND, self.draft[0].pool.name)
-            self.pages = self.draft_pages
+        # With trailing windows not every prefix of the target that the draft reaches is a boundary.
+        together = cut(min(self.pages, self.draft_pages), [*self._components(), *self._draft_components()])
+        if policy is DraftPolicy.REQUIRE or self.pages - together <= truncate_pages:
+            self._bad[together] = (PageStatus.NOT_FOUND, self.draft[0].pool.name)
+            self.pages = together
             self.recut()
 
     def restrict_windows(self) -> None:
-        """Only the windows of the chosen boundary are read: other pages of trailing components cannot serve a cut."""
-        for flags, component in zip(self._good, self.target, strict=True):
+        """Only the windows of the chosen boundary are read: other pages of trailing components cannot serve a cut.
+
+        Nor can they bring a packed draft that has no objects of its own.
+        """
+        restricted = list(zip(self._good, self.target, strict=True))
+        if self.draft_rides:
+            restricted += zip(self._draft_good, self.draft, strict=True)
+        for flags, component in restricted:
             if component.hit_policy is HitPolicy.TRAILING_PAGES:
                 window = needed_pages(self.pages, component.hit_policy, component.window)
                 flags[:] = [good and page in window for page, good in enumerate(flags)]
+        self.recut()
 
     def continue_from(self, source: UnitPages) -> None:
         """Be no better than what a prefetch of the same request landed."""

@@ -75,7 +75,9 @@ def hybrid_pool_group(
     for name, layers in given:
         for layer in layers.layer_mapping:
             if layer in owner:
-                raise ValueError(f"pool {name}: expected layers of its own, got layer {layer}, which {owner[layer]} has")
+                raise ValueError(
+                    f"pool {name}: expected layers of its own, got layer {layer}, which {owner[layer]} has"
+                )
             owner[layer] = name
     num_layers = max(owner, default=-1) + 1
     absent = [layer for layer in range(num_layers) if layer not in owner]
@@ -115,7 +117,7 @@ def mamba_layers(states: MambaStates, start_layer: int) -> HybridLayers:
 
 def _dense_rows(state: torch.Tensor) -> torch.Tensor:
     """Dimensions within a row in the order in which they lie in memory: some builds permute them for their kernels."""
-    inner = sorted(range(1, state.dim()), key=lambda dim: (-state.stride(dim), dim))
+    inner = sorted(range(1, state.dim()), key=lambda dim: (-state.stride()[dim], dim))
     return state.permute(0, *inner)
 
 

@@ -85,7 +85,8 @@ class _Eagle(nn.Module):
         positions = torch.arange(mixed.shape[1])[None]
         mask = torch.full((1, 1, mixed.shape[1], mixed.shape[1]), float("-inf")).triu(1)
         output = self.layer(mixed, attention_mask=mask, position_embeddings=rope(mixed, positions))
-        return output[0] if isinstance(output, tuple) else output
+        states: torch.Tensor = output[0] if isinstance(output, tuple) else output
+        return states
 
     def write(self, folder: Path) -> None:
         folder.mkdir(parents=True)
@@ -118,7 +119,7 @@ def _train_language_model(
                 wanted = teacher(batch).logits[:, :-1].softmax(-1)
             loss = loss + functional.cross_entropy(logits.flatten(0, 1), wanted.flatten(0, 1))
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     print(f"trained {sum(p.numel() for p in model.parameters())} parameters for {step} steps: loss {loss.item():.3f}")
@@ -142,7 +143,7 @@ def _train_eagle(eagle: _Eagle, target: LlamaForCausalLM, data: torch.Tensor, se
             loss = loss + functional.smooth_l1_loss(guess, states)
             loss = loss + functional.cross_entropy(target.lm_head(guess).flatten(0, 1), logits.flatten(0, 1))
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(eagle.parameters(), 1.0)
         optimizer.step()
     print(f"trained EAGLE for {step} steps: loss {loss.item():.3f}")

@@ -31,10 +31,10 @@ def test_a_fifth_of_the_keys_is_evicted(multiprocessing: bool, tmp_path: Path, m
     monkeypatch.setenv("SOFTLOAD_TEST_FAULTS", json.dumps(["evict=0.2"]))
     model, family = tiny_llama(tmp_path), family_of_prompts()
     # So few blocks that the engine's own prefix cache cannot serve what comes again.
-    settings = {"num_gpu_blocks_override": 72}
-    with engine(model, connector=False, **settings) as llm:
+    blocks = 72
+    with engine(model, connector=False, num_gpu_blocks_override=blocks) as llm:
         plain = generate(llm, family, max_tokens=8)
-    with engine(model, extra={"prefetch_ttl": 0}, **settings) as llm:
+    with engine(model, extra={"prefetch_ttl": 0}, num_gpu_blocks_override=blocks) as llm:
         first = generate(llm, family, max_tokens=8)
         second = generate(llm, family, max_tokens=8)
     assert_equal(plain, first)

@@ -38,7 +38,9 @@ def one_by_one(llm: LLM, family: list[Prompt], between: Callable[[int], None] = 
     return run
 
 
-@pytest.mark.parametrize("fault", ["an owner is killed", "an owner is frozen", "the master is frozen", "all are killed"])
+@pytest.mark.parametrize(
+    "fault", ["an owner is killed", "an owner is frozen", "the master is frozen", "all are killed"]
+)
 def test_a_fault_in_mid_run(fault: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     stores: list[EmbeddedMooncakeStore] = []
 
