@@ -147,7 +147,8 @@ class PageLoader(AsyncContextManagerMixin):
         """
         context = self._opened()
         context.health.unsuppress(unit.request_id)
-        components = [*self.pools.resolve(unit.target), *(self.pools.resolve_draft(unit.draft) if unit.draft else ())]
+        target = self.pools.resolve(unit.target, allow_partial=unit.partial, allow_missing_kv=unit.partial)
+        components = [*target, *(self.pools.resolve_draft(unit.draft) if unit.draft else ())]
         for component in components:
             if component.rows is None:
                 continue

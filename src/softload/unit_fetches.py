@@ -213,7 +213,8 @@ class UnitFetches:
 
     def _ranges(self, wanted: Wanted, size: int) -> list[tuple[range, list[tuple[int, int]]]]:
         found = []
-        for layers in layer_groups(self._context.pools.num_layers):
+        # A draft of its own may have more layers than the target.
+        for layers in layer_groups(max(self._context.pools.num_layers, wanted.column.spec.layers[-1] + 1)):
             # A range past the end of an object without the packed draft would fail the whole key.
             pairs = [
                 (offset, min(nbytes, size - offset))

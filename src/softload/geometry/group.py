@@ -13,6 +13,7 @@ import torch
 from softload.config import Layout
 from softload.geometry.device_pool import DevicePool
 from softload.geometry.layout import ObjectSpec, object_specs
+from softload.geometry.overlaps import first_overlap
 from softload.transfer import ComponentTransfer, HitPolicy, PoolName
 
 __all__ = ["DevicePoolGroup", "ResolvedComponent"]
@@ -53,13 +54,21 @@ class DevicePoolGroup:
         num_layers: the target's transfer layers; a sidecar draft has its own number.
         page_size: tokens per page.
         rank_replicated: whether every tensor-parallel rank holds the same bytes.
+        shared_memory: whether pools of different index sources may lie in the same memory, because the engine gives a
+            page of it to one of them at a time. Pools of one index source never may.
 
     Raises:
         ValueError: pools that do not fit together; the message names pool, expected and got.
     """
 
     def __init__(
-        self, pools: Sequence[DevicePool], num_layers: int, page_size: int, rank_replicated: bool = False
+        self,
+        pools: Sequence[DevicePool],
+        num_layers: int,
+        page_size: int,
+        rank_replicated: bool = False,
+        *,
+        shared_memory: bool = False,
     ) -> None:
         self.pools: tuple[DevicePool, ...] = tuple(pools)
         self.target_pools: tuple[DevicePool, ...] = tuple(pool for pool in pools if not pool.name.is_draft)
@@ -69,6 +78,7 @@ class DevicePoolGroup:
         self.rank_replicated = rank_replicated
         self._by_name = {pool.name: pool for pool in self.pools}
         self._check()
+        self._check_apart(shared_memory)
         self._specs: dict[Layout, Mapping[PoolName, tuple[ObjectSpec, ...]]] = {}
 
     def __repr__(self) -> str:
@@ -242,6 +252,14 @@ class DevicePoolGroup:
                 f"expected a draft either packed or in pools of its own, got it packed in {', '.join(packed)} "
                 f"and the pools {', '.join(pool.name for pool in self.draft_pools)}"
             )
+
+    def _check_apart(self, shared_memory: bool) -> None:
+        sources = sorted({pool.index_source for pool in self.pools})
+        together = [[pool for pool in self.pools if pool.index_source is source] for source in sources]
+        for pools in together if shared_memory else [self.pools]:
+            overlap = first_overlap(pools)
+            if overlap is not None:
+                raise ValueError(f"{overlap[1]}: expected bytes of its own, got some that {overlap[0]}, has")
 
     def _check_pool(self, pool: DevicePool) -> None:
         if pool.page_size != self.page_size:

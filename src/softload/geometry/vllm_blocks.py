@@ -55,7 +55,8 @@ def block_pool_group(
         if group.draft:
             pools.append(_pool(_DRAFT_POOLS[group.pool], group.pool, group.draft, num_blocks, block_size))
     num_layers = max((len(group.layers) for group in groups), default=0)
-    return DevicePoolGroup(pools, num_layers, block_size, rank_replicated)
+    # Groups of layers share the tensors: a block belongs to one of them at a time.
+    return DevicePoolGroup(pools, num_layers, block_size, rank_replicated, shared_memory=True)
 
 
 def block_rows(tensor: torch.Tensor, num_blocks: int) -> list[torch.Tensor]:
