@@ -15,7 +15,7 @@ STORE ?=
 # More options for pytest, for example: make test PYTEST="-k breaker -x"
 PYTEST ?=
 
-.PHONY: help venv test test-vllm lint demo clean
+.PHONY: help venv test test-vllm test-vllm-all test-sglang lint demo clean
 
 help:  ## Show this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
@@ -29,13 +29,29 @@ $(READY): pyproject.toml constraints.txt scripts/bootstrap
 test: $(READY)  ## Run the tests, those on a real Mooncake included where it can be imported
 	$(BIN)/python -m pytest $(PYTEST)
 
-test-vllm: .venv-vllm/.ready  ## Run the tests of the vLLM connector, in a virtual environment of their own
-	@# A process per file: an engine leaves more behind than the next one likes.
-	@set -e; for file in tests/adapters/vllm/test_*.py; do \
-		.venv-vllm/bin/python -m pytest -c tests/adapters/vllm/pytest.ini $$file $(PYTEST); done
+test-vllm: VLLM_TESTS := -m "not slow"
+test-vllm: .venv-vllm/.ready  ## Run the tests of the vLLM connector, but the long ones, in an environment of their own
+	@$(test_vllm)
+
+test-vllm-all: .venv-vllm/.ready  ## Run all tests of the vLLM connector
+	@$(test_vllm)
+
+# A process per file: an engine leaves more behind than the next one likes. 5: nothing in a file was chosen.
+define test_vllm
+set -e; for file in tests/adapters/vllm/test_*.py; do \
+	.venv-vllm/bin/python -m pytest -c tests/adapters/vllm/pytest.ini $(VLLM_TESTS) $$file $(PYTEST) || [ $$? -eq 5 ]; done
+endef
 
 .venv-vllm/.ready: scripts/venv-vllm
 	PYTHON=$${PYTHON:-python3} ./scripts/venv-vllm
+	@touch $@
+
+test-sglang: .venv-sglang/.ready  ## Compare pools with SGLang's own assembler, in a virtual environment of its own
+	.venv-sglang/bin/python -m pytest -c tests/adapters/sglang_pools/run.ini --rootdir . \
+		tests/adapters/sglang_pools $(PYTEST)
+
+.venv-sglang/.ready: scripts/venv-sglang
+	PYTHON=$${PYTHON:-python3} ./scripts/venv-sglang
 	@touch $@
 
 lint: $(READY)  ## Check style, formatting, types and the import contracts
@@ -48,5 +64,5 @@ demo: $(READY)  ## Replay a trace on an embedded store and report what each load
 	@BIN=$(BIN) ./scripts/demo --requests $(REQUESTS) --shape $(SHAPE) $(if $(STORE),--store "$(STORE)") $(TRACE)
 
 clean:  ## Remove .venv and everything that was generated
-	rm -rf .venv .venv-vllm .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist demo-report.json
+	rm -rf .venv .venv-vllm .venv-sglang .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist demo-report.json
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

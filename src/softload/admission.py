@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import anyio
@@ -12,11 +13,11 @@ from softload import events
 from softload.context import Context
 from softload.geometry.group import ResolvedComponent
 from softload.outcomes import Lookup, PageStatus
-from softload.planning import Column, ComponentPages, boundaries, columns, cut
+from softload.planning import Column, ComponentPages, boundaries, cut, unit_parts
 from softload.protocols import Descriptor
 from softload.transfer import HitPolicy, TransferUnit
 
-__all__ = ["Answers", "ask_descriptors", "draft_parts", "look_up"]
+__all__ = ["Answers", "ask_descriptors", "look_up"]
 
 _log = structlog.get_logger(__name__)
 
@@ -27,39 +28,28 @@ _FIRST_PAGES = 32
 """Pages in the first call of a lookup; each further call doubles it. Looking leases, so it stops at the first miss."""
 
 
-def draft_parts(
-    context: Context, unit: TransferUnit, target: Sequence[ResolvedComponent]
-) -> tuple[tuple[ResolvedComponent, ...], list[Column]]:
-    """A unit's draft components and their objects; for a packed draft those of the target's own pools."""
-    specs = dict(context.pools.specs(context.config.layout))
-    if unit.draft:
-        draft = context.pools.resolve_draft(unit.draft)
-        return draft, columns(draft, specs, context.keys, draft=True)
-    packed = tuple(component for component in target if component.pool.num_draft_layers)
-    return packed, columns(packed, specs, context.keys, draft=True)
-
-
 async def look_up(context: Context, unit: TransferUnit) -> Lookup:
     """Which prefixes of a unit can be restored now, as the store says. See `PageLoader.lookup`."""
     await context.pacer.turn()
-    target = context.pools.resolve(unit.target)
-    draft, draft_columns = draft_parts(context, unit, target)
-    target_columns = columns(target, dict(context.pools.specs(context.config.layout)), context.keys, draft=False)
+    if unit.partial:  # a prefix is restorable with all of its pools, whatever a load brings of them
+        unit = replace(unit, partial=False)
+    parts = unit_parts(unit, context.pools, context.config.layout, context.keys)
+    target, draft_columns = parts.target, parts.draft_columns
     context.counters.lookups += 1
     pages = max((len(component.keys) for component in target), default=0)
     if not pages:
         return Lookup()
     if context.health.is_suppressed(unit.request_id):
         return Lookup(status=PageStatus.SUPPRESSED)
-    found, status = await _existing(context, target, [*target_columns, *draft_columns], pages)
+    found, status = await _existing(context, target, [*parts.columns, *draft_columns], pages)
     if status is not None:
         context.counters.lookups_unanswered += 1
         _log.info(events.LOOKUP_FAILED, request_id=unit.request_id, status=status)
     await context.pacer.turn()
     context.promised.add(found)
-    prefixes = boundaries(_component_pages(target, target_columns, found))
+    prefixes = boundaries(_component_pages(target, parts.columns, found))
     longest = prefixes[-1] if prefixes else 0
-    draft_pages = cut(longest, _component_pages(draft, draft_columns, found)) if draft_columns else 0
+    draft_pages = cut(longest, _component_pages(parts.draft, draft_columns, found)) if draft_columns else 0
     return Lookup(prefixes, draft_pages, status if not prefixes else None)
 
 

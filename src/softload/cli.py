@@ -45,7 +45,9 @@ def replay_command(
     requests: Annotated[
         int | None, typer.Option(help="Requests to replay; default: all of TRACE, 600 of a synthetic one.")
     ] = None,
-    shape: Annotated[str, typer.Option(help="Model shape; see `softload shapes`.")] = "mini",
+    shape: Annotated[
+        str, typer.Option(help="Model shape, or NAME/FACTOR for its bytes divided; see `softload shapes`.")
+    ] = "mini",
     layout: Annotated[Layout, typer.Option(help="How pages become objects.")] = Layout.GROUPED,
     draft: Annotated[DraftKind, typer.Option(help="How the draft is stored.")] = DraftKind.NONE,
     draft_policy: Annotated[DraftPolicy, typer.Option(help="What a lost draft page costs.")] = DraftPolicy.DROP,
@@ -90,6 +92,8 @@ def replay_command(
         trace_requests = options.read_requests()
     except (ValueError, OSError) as error:
         _fail(str(error), status=2)
+    if json_file is not None and json_file != Path("-") and (json_file.is_dir() or not json_file.parent.is_dir()):
+        _fail(f"--json: expected a file in a folder that is there, got {json_file}", status=2)
     structlog.configure(
         wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
@@ -154,9 +158,9 @@ def shapes_command() -> None:
             shape.family,
             str(shape.num_layers),
             str(shape.page_size),
-            f"{shape.layer_bytes / 1024:,.1f}",
+            f"{shape.page_bytes / shape.num_layers / 1024:,.1f}",
             f"{shape.page_bytes / 1024:,.0f}",
-            shape.note if shape.supported else f"{shape.note}; needs pool families of a later release",
+            shape.note,
         )
     Console().print(table)
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import anyio
 
 from softload.config import LoaderConfig
+from softload.errors import LoaderClosedError
 from softload.geometry.group import DevicePoolGroup
 from softload.health import Health
 from softload.keys import KeySpace
@@ -81,6 +82,15 @@ class Context:
     """Of callers in tasks that are not the loader's own; closing ends them."""
     closing: bool = False
 
+    def check_open(self) -> None:
+        """For handles, which may outlive the loader.
+
+        Raises:
+            LoaderClosedError: it is closed, or about to be.
+        """
+        if self.closing:
+            raise LoaderClosedError("this PageLoader is closed: use its handles inside its `async with`")
+
     def end_waits(self) -> None:
         """The loader closes: answer who waits for it."""
         self.closing = True
@@ -92,6 +102,8 @@ class Context:
         """A wait that ends by `until`, or when the loader closes."""
         with anyio.move_on_at(until) as scope:
             self.waits.add(scope)
+            if self.closing:
+                scope.cancel()
             try:
                 yield scope
             finally:
@@ -106,12 +118,11 @@ class Context:
             `count` answers; one status for all where there is no answer: `SUPPRESSED` while the master's breaker is
             open, `SHED` without a thread for it, `TIMED_OUT`.
         """
-        master = self.health.master
-        if not master.allows():
+        permit = self.health.master.allows()
+        if permit is None:
             return [PageStatus.SUPPRESSED] * count
         returned = anyio.Event()
         call = NativeCall(function, lambda _: returned.set())
-        answered = False
         try:
             self.control.submit(call)
             with self.wait_until(until) as scope:
@@ -119,20 +130,17 @@ class Context:
             if self.closing and not call.finished:
                 return [PageStatus.CANCELLED] * count
             if scope.cancelled_caught and not call.finished:
-                answered = call.elapsed() > _FAIR_SECONDS
-                if answered:
+                if call.elapsed() > _FAIR_SECONDS:
                     self.health.master_timed_out()
                 return [PageStatus.TIMED_OUT] * count
             if isinstance(call.error, RefusedError):  # the loader was closed before the call had its turn
                 raise call.error
             answers = call.value if call.value is not None else [PageStatus.MALFORMED] * count
             self.health.record_master([answer for answer in answers if isinstance(answer, PageStatus)])
-            answered = True
             return list(answers)
         except RefusedError:
             return [PageStatus.SHED] * count
         finally:
-            if not answered:
-                master.give_back()
+            permit.give_back()
             if not call.finished and not call.withdraw():
                 call.abandon()

@@ -169,6 +169,10 @@ def _runs(segments: Sequence[Segment]) -> Iterator[tuple[int, Sequence[Segment]]
 
 
 def _rows_of(run: Sequence[Segment], offset: int, nbytes: int) -> Bytes:
+    if offset + nbytes > run[0].nbytes:
+        raise ValueError(
+            f"expected {nbytes} bytes at {offset} within the object, got an object of {run[0].nbytes} bytes"
+        )
     start = run[0].offset + offset
     memory = run[0].arena.memory
     return as_strided(memory[start : start + nbytes], (len(run), nbytes), (run[0].reserved, 1))

@@ -35,6 +35,9 @@ class FetchListener(Protocol):
     def fetch_failed(self, fetch: Fetch) -> None:
         """It cannot be had. Called on the loop; must not await."""
 
+    def fetch_replaced(self, fetch: Fetch, by: Fetch) -> None:
+        """It takes too long: another read of the same object is under way. Called on the loop; must not await."""
+
     def wake(self) -> None:
         """Some of its fetches have landed, or failed. Called on the loop, once for many."""
 
@@ -71,6 +74,7 @@ class Fetch:
         "keep_until",
         "key",
         "listeners",
+        "owner",
         "parts",
         "segment",
         "session",
@@ -89,6 +93,8 @@ class Fetch:
         self.tailed = tailed
         self.parts: list[Part] = [Part(self, ((0, size),), None)]
         self.listeners: list[FetchListener] = []
+        self.owner: FetchListener | None = None
+        """Who had it read first; who joined later is not bound to a read that hangs."""
         self.session: Session | None = None
         self.status = PageStatus.LOADED
         self.timed_out = False
@@ -148,4 +154,9 @@ class ReadCall:
     @property
     def overdue(self) -> bool:
         """Whether it takes much longer than such a call should."""
-        return self.native is not None and self.native.elapsed() > max(_JOIN_SECONDS, _JOIN_FACTOR * self.expected)
+        return self.native is not None and self.native.elapsed() > self.due_seconds
+
+    @property
+    def due_seconds(self) -> float:
+        """How long it may take before nobody joins it any more."""
+        return max(_JOIN_SECONDS, _JOIN_FACTOR * self.expected)

@@ -7,37 +7,40 @@ from types import TracebackType
 from typing import Self
 
 import anyio
+import structlog
 
+from softload import events
 from softload.admission import Answers, ask_descriptors
 from softload.context import Context
 from softload.fetches import Turn
+from softload.health import Permit
 from softload.layer_gate import LayerGate
 from softload.outcomes import Admission, Landed, LayerReady, LoadReport, PageStatus
 from softload.pipeline import Mode, UnitRun
+from softload.planning import check_distinct
 from softload.protocols import SoloConsensus
 from softload.transfer import TransferUnit
 
 __all__ = ["Load", "Prefetch"]
+
+_log = structlog.get_logger(__name__)
 
 
 class _Handle:
     """Units under way: started on entering, ended on leaving, whatever happens in between."""
 
     def __init__(self, context: Context, units: Sequence[TransferUnit], mode: Mode) -> None:
-        names = [unit.request_id for unit in units]
-        if len(set(names)) != len(names):
-            raise ValueError(
-                f"expected every request once, got {sorted(n for n in names if names.count(n) > 1)[0]!r} twice"
-            )
+        check_distinct(units)
         self._context = context
-        self._gate = LayerGate(context.pools.num_layers, names)
+        self._gate = LayerGate(context.pools.num_layers, [unit.request_id for unit in units])
         # A turn per unit: in one load too, the first layers of all units come before the last layers of any.
         self._runs = [UnitRun(context, unit, mode, Turn(), self._gate.passed) for unit in units]
         self._entered_at = 0.0
         self._admitted_at: float | None = None
 
     async def __aenter__(self) -> Self:
-        reserve_all(self._runs)
+        self._context.check_open()
+        reserve_all(self._context, self._runs)
         self._entered_at = anyio.current_time()
         self._context.counters.loads += 1
         for run in self._runs:
@@ -68,33 +71,52 @@ class _Handle:
         )
 
     async def _admit(self) -> None:
+        endpoints: dict[str, PageStatus | Permit] = {}
+        try:
+            await self._decide(endpoints)
+            self._admitted_at = anyio.current_time()
+        except Exception:  # a bug: it costs these units, not the loader
+            _log.exception(events.TASK_RAISED, task="admission")
+            for run in self._runs:
+                run.cancel()
+        await self._give_back([permit for permit in endpoints.values() if isinstance(permit, Permit)])
+
+    async def _decide(self, endpoints: dict[str, PageStatus | Permit]) -> None:
+        """Cut every unit to what it may read, and let it go on. Adds what was decided about endpoints."""
         waiting = [run for run in self._runs if not run.decided.is_set() and not run.is_cancelled]
         answers: Answers = {}
         if waiting:
             await self._context.pacer.turn()
             columns = [column for run in waiting for column in run.wants.all_columns()]
             answers = await ask_descriptors(self._context, columns, max(run.deadline for run in waiting))
-        endpoints: dict[str, PageStatus | None] = {}
         for run in waiting:
             await self._context.pacer.turn()
             run.decide(answers, endpoints)
         if not isinstance(self._context.consensus, SoloConsensus):
-            agreed = await self._context.consensus.minimum([run.pages for run in self._runs])
-            for run, pages in zip(self._runs, agreed, strict=True):
+            for run, pages in zip(self._runs, await self._agreed(), strict=True):
                 run.wants.limit(pages, PageStatus.PEER_DECLINED)
         for run in self._runs:
             run.go.set()
-        self._admitted_at = anyio.current_time()
-        await self._give_back_probes([name for name, refused in endpoints.items() if refused is None])
 
-    async def _give_back_probes(self, allowed: Sequence[str]) -> None:
+    async def _agreed(self) -> list[int]:
+        """Pages that every rank can restore, by unit; none where the ranks cannot agree."""
+        values = [run.pages for run in self._runs]
+        try:
+            agreed = [max(0, int(pages)) for pages in await self._context.consensus.minimum(values)]
+            if len(agreed) != len(values):
+                raise ValueError(f"expected {len(values)} answers of the ranks, got {len(agreed)}")
+        except Exception as error:  # another rank's end, or a bug there: these units are misses
+            _log.error(events.CONSENSUS_FAILED, units=len(values), error=repr(error))
+            return [0] * len(values)
+        return agreed
+
+    async def _give_back(self, permits: Sequence[Permit]) -> None:
         """A half-open breaker let this admission through as its probe: it may be that nothing was read there."""
-        probed = [breaker for breaker in map(self._context.health.endpoint, allowed) if breaker.is_open]
-        if probed:
-            for run in self._runs:
-                await run.landed.wait()
-            for breaker in probed:
-                breaker.give_back()
+        probes = [permit for permit in permits if permit.is_probe]
+        for run in self._runs if probes else ():
+            await run.landed.wait()
+        for probe in probes:
+            probe.give_back()
 
 
 class Load(_Handle):
@@ -121,7 +143,10 @@ class Load(_Handle):
         return LayerReady(layer, frozenset(run.request_id for run in live), failed)
 
     async def draft(self) -> dict[str, int]:
-        """Wait until every unit's draft slots hold the draft's bytes or zeros; draft pages per request."""
+        """Wait until every restored page's draft slots hold the draft's bytes or zeros; draft pages per request.
+
+        Of a unit whose deadline passed meanwhile, slots beyond its draft pages may hold anything.
+        """
         for run in self._runs:
             await run.draft_ready.wait()
         return {run.request_id: run.wants.draft_pages for run in self._runs}
@@ -169,10 +194,15 @@ class Prefetch(_Handle):
             units: of the same requests, with slots, for the pages that landed or fewer.
 
         Raises:
-            ValueError: a request that was not prefetched or was placed already, other keys, or slots that do not fit.
+            ValueError: a request twice, one that was not prefetched or was placed already, other keys, or slots that do
+                not fit. Nothing has been touched then.
+            LoaderClosedError: the loader has been closed, also while this waited for `landed`.
         """
+        check_distinct(units)
+        self._context.check_open()
         entered_at = anyio.current_time()
         await self.landed()
+        self._context.check_open()
         sources = {run.request_id: run for run in self._runs}
         placements = []
         for unit in units:
@@ -183,10 +213,10 @@ class Prefetch(_Handle):
                     f"expected a prefetched request that waits for its slots ({known}), got {unit.request_id!r}"
                 )
             placements.append((UnitRun(self._context, unit, Mode.PLACE, Turn()), source))
-        reserve_all([run for run, _ in placements])
         try:
             for run, source in placements:
                 run.take_over(source)
+            reserve_all(self._context, [run for run, _ in placements])
         except ValueError:
             for run, _ in placements:
                 run.abandon()
@@ -213,15 +243,11 @@ class Prefetch(_Handle):
         )
 
 
-def reserve_all(runs: Sequence[UnitRun]) -> None:
+def reserve_all(context: Context, runs: Sequence[UnitRun]) -> None:
     """Take every unit's slots, or none's."""
-    for index, run in enumerate(runs):
-        try:
-            run.reserve()
-        except ValueError:
-            for earlier in runs[:index]:
-                earlier.abandon()
-            raise
+    context.slots.reserve([claim for run in runs for claim in run.claims()])
+    for run in runs:
+        run.begin()
 
 
 async def finish(runs: Sequence[UnitRun]) -> None:

@@ -18,12 +18,15 @@ from softload import events
 from softload.outcomes import PageStatus
 from softload.protocols import Clock
 
-__all__ = ["Breaker", "Health", "HealthStatistics", "NegativeCache"]
+__all__ = ["MAX_ENDPOINTS", "Breaker", "Health", "HealthStatistics", "NegativeCache", "Permit"]
 
 _log = structlog.get_logger(__name__)
 
 MASTER = "master"
-"""The name of the master's breaker; endpoints have their own."""
+"""The name of the master's breaker in statistics and log events."""
+
+MAX_ENDPOINTS = 4096
+"""Endpoints that are remembered: an owner that starts again is a new one, for as long as the loader lives."""
 
 _WINDOW = 5
 _FAILURES = 3
@@ -39,7 +42,9 @@ class Breaker:
     | --- | --- | --- |
     | closed | always | 3 of the last 5 outcomes are outages: open |
     | open | never | the cool-down has passed: half open |
-    | half open | one probe at a time | success: closed; failure: open, twice as long; neither: the permit is back |
+    | half open | one probe at a time | success: closed; failure: open, twice as long |
+
+    The next probe starts when the permit of the last one is back, whatever other calls find out meanwhile.
     """
 
     def __init__(self, name: str, clock: Clock, jitter: Callable[[], float]) -> None:
@@ -49,7 +54,7 @@ class Breaker:
         self._outcomes: deque[bool] = deque(maxlen=_WINDOW)
         self._open_until: float | None = None
         self._cool_down = _COOL_DOWN[0]
-        self._probing = False
+        self._probe: Permit | None = None
 
     def __repr__(self) -> str:
         return f"<Breaker {self.name}: {'open' if self.is_open else 'closed'}>"
@@ -62,28 +67,31 @@ class Breaker:
     @property
     def refuses(self) -> bool:
         """Whether a call would be refused now; takes no permit."""
-        return self._open_until is not None and (self._probing or self._clock() < self._open_until)
+        return self._open_until is not None and (self._probe is not None or self._clock() < self._open_until)
 
-    def allows(self) -> bool:
-        """Ask before a call. True while open takes the probe's permit: `record` or `give_back` must follow."""
+    def allows(self) -> Permit | None:
+        """Ask before a call: leave to make it, to be given back when it is over, or ``None``."""
         if self._open_until is None:
-            return True
+            return Permit(self, is_probe=False)
         if self.refuses:
-            return False
-        self._probing = True
-        return True
+            return None
+        self._probe = Permit(self, is_probe=True)
+        return self._probe
 
-    def give_back(self) -> None:
-        """The probe ended without an outcome (cancelled, withdrawn): the next caller may probe."""
-        self._probing = False
+    def give_back(self, permit: Permit) -> None:
+        """The permit's call is over, with or without an outcome: if it was the probe, the next caller may probe."""
+        if permit is self._probe:
+            self._probe = None
 
-    def record(self, good: bool) -> None:
-        """An outcome of a call."""
-        self._probing = False
+    def record(self, good: bool, permit: Permit | None = None) -> None:
+        """An outcome of a call; with its `permit`, the end of it."""
+        if permit is not None:
+            self.give_back(permit)
         if good:
             self._outcomes.append(True)
             if self._open_until is not None:
                 self._open_until = None
+                self._probe = None
                 self._cool_down = _COOL_DOWN[0]
                 self._outcomes.clear()
                 _log.info(events.BREAKER_CLOSED, breaker=self.name)
@@ -97,6 +105,18 @@ class Breaker:
             return
         self._open_until = self._clock() + self._cool_down * (0.75 + 0.5 * self._jitter())
         _log.warning(events.BREAKER_OPENED, breaker=self.name, seconds=round(self._open_until - self._clock(), 3))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Permit:
+    """A breaker's leave to make a call, from the breaker that gave it. A probe's has to be given back."""
+
+    breaker: Breaker
+    is_probe: bool
+
+    def give_back(self) -> None:
+        """See `Breaker.give_back`; more than once does no harm."""
+        self.breaker.give_back(self)
 
 
 class NegativeCache:
@@ -146,22 +166,22 @@ class Health:
     def __init__(self, *, negative_entries: int = 65_536, seed: int = 0, clock: Clock = time.monotonic) -> None:
         self._clock = clock
         self._jitter = random.Random(seed).random
-        self._breakers: dict[str, Breaker] = {}
+        self.master = Breaker(MASTER, clock, self._jitter)
+        self._endpoints: OrderedDict[str, Breaker] = OrderedDict()
         self.negative = NegativeCache(negative_entries, clock)
         self._suppressed: OrderedDict[str, None] = OrderedDict()
         self._master_lost = False
         self.on_master_back: Callable[[], None] = lambda: None
 
-    @property
-    def master(self) -> Breaker:
-        """The master's breaker."""
-        return self.endpoint(MASTER)
-
     def endpoint(self, name: str) -> Breaker:
-        """The breaker of one endpoint."""
-        breaker = self._breakers.get(name)
+        """The breaker of one endpoint. Closed ones that were not asked for in a long time start anew."""
+        breaker = self._endpoints.get(name)
         if breaker is None:
-            breaker = self._breakers[name] = Breaker(name, self._clock, self._jitter)
+            if len(self._endpoints) >= MAX_ENDPOINTS:
+                oldest = next(iter(self._endpoints))
+                del self._endpoints[next((n for n, known in self._endpoints.items() if not known.is_open), oldest)]
+            breaker = self._endpoints[name] = Breaker(name, self._clock, self._jitter)
+        self._endpoints.move_to_end(name)
         return breaker
 
     def record_master(self, statuses: list[PageStatus]) -> None:
@@ -198,7 +218,7 @@ class Health:
     def statistics(self) -> HealthStatistics:
         """What is broken now."""
         return HealthStatistics(
-            tuple(sorted(name for name, breaker in self._breakers.items() if breaker.is_open)),
+            tuple(sorted(breaker.name for breaker in (self.master, *self._endpoints.values()) if breaker.is_open)),
             len(self.negative),
             len(self._suppressed),
         )

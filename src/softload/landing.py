@@ -128,7 +128,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class LandingStatistics:
-    """Bytes by use; `waiting` units wait for a grant; `refused` grants were cut or shed."""
+    """Bytes by use; `waiting` units and saves wait for a grant."""
 
     capacity: int
     in_use: int
@@ -136,8 +136,6 @@ class LandingStatistics:
     quarantined_peak: int
     replaced: int
     waiting: int
-    grants: int
-    refused: int
 
 
 @dataclass(slots=True, eq=False)
@@ -185,8 +183,6 @@ class LandingMemory:
         self._quarantined_bytes = 0
         self._quarantined_peak = 0
         self._none_quarantined = anyio.Event()
-        self._grants = 0
-        self._refused = 0
 
     def __repr__(self) -> str:
         return (
@@ -223,7 +219,6 @@ class LandingMemory:
         """
         total = self.cost(sizes)
         if total > self._limits[share]:
-            self._refused += 1
             return None
         granted = self.try_grant(sizes, share)
         if granted is not None:
@@ -240,7 +235,6 @@ class LandingMemory:
             else:
                 self._queues[share].remove(waiter)
                 self._waiting -= 1
-                self._refused += 1
                 self._serve_queues()
             raise
         return waiter.granted
@@ -287,7 +281,8 @@ class LandingMemory:
     async def wait_none_quarantined(self) -> None:
         """Wait until every call that was abandoned has returned."""
         while self._quarantined_bytes:
-            self._none_quarantined = anyio.Event()
+            if self._none_quarantined.is_set():  # of an earlier time; else others wait for it too
+                self._none_quarantined = anyio.Event()
             await self._none_quarantined.wait()
 
     def refuses(self, endpoint: str) -> bool:
@@ -323,8 +318,6 @@ class LandingMemory:
             self._quarantined_peak,
             sum(arena.nbytes for arena in self.arenas[1:]),
             self._waiting,
-            self._grants,
-            self._refused,
         )
 
     def _fits(self, total: int, share: Share) -> bool:
@@ -348,7 +341,6 @@ class LandingMemory:
             segments = self._allocate_runs(sizes, share)
         if segments is not None:
             self._used[share] += total
-            self._grants += 1
         return segments
 
     def _allocate_runs(self, sizes: Sequence[tuple[int, int]], share: Share) -> list[Segment] | None:

@@ -24,20 +24,14 @@ class LayerGate:
         self._waiters: dict[int, anyio.Event] = {}
         self._advance()
 
-    @property
-    def opened(self) -> int:
-        """Layers that are open: 0 .. opened - 1."""
-        return self._open
+    def __repr__(self) -> str:
+        return f"<LayerGate {self._open} of {self.num_layers} layers open>"
 
     def passed(self, unit: str, layers: int) -> None:
-        """The unit has its first `layers` layers."""
+        """The unit has its first `layers` layers; all of them also where it has failed and holds no layer up."""
         if layers > self._done[unit]:
             self._done[unit] = layers
             self._advance()
-
-    def leave(self, unit: str) -> None:
-        """The unit has failed, or is complete: it holds no layer up any more."""
-        self.passed(unit, self.num_layers)
 
     async def wait(self, layer: int) -> None:
         """Wait until `layer` is open.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -123,15 +124,17 @@ class PageLoader(AsyncContextManagerMixin):
 
         Args:
             units: with slots.
-            staged: called on the event loop, once or twice for each unit, when its slots are not read any more: they
-                are the engine's again while the bytes are still on their way.
+            staged: called on the event loop, exactly once for each unit, when its slots are not read any more: they are
+                the engine's again while the bytes are still on their way. Also where the save fails, is cancelled, or
+                raises for bad input; what it raises itself is logged.
 
         Returns:
             what became of every page; a store that is full, slow or away costs the save, nothing else.
 
         Raises:
-            ValueError: keys, slots or pools that do not fit.
-            LoaderClosedError: the loader is not open.
+            ValueError: keys, slots or pools that do not fit. A request that comes twice, and pools whose buffers moved,
+                are refused before anybody is told by `staged`.
+            LoaderClosedError: the loader is not open; `staged` is not called.
         """
         self._opened()
         self.pools.check_alive()
@@ -143,9 +146,18 @@ class PageLoader(AsyncContextManagerMixin):
 
         Args:
             unit: with slots.
-            pages: how many pages from the start are computed now, or which; all by default.
+            pages: how many pages from the start are computed now, or which; all by default. Pages past a component's
+                last are passed over.
+
+        Raises:
+            ValueError: a page or a number of pages below 0, or components that do not fit the pools.
+            LoaderClosedError: the loader is not open.
         """
         context = self._opened()
+        which = range(pages) if isinstance(pages, int) else None if pages is None else tuple(pages)
+        lowest = pages if isinstance(pages, int) else min(which or (0,))
+        if lowest < 0:
+            raise ValueError(f"request {unit.request_id!r}: expected computed pages of 0 or more, got {lowest}")
         context.health.unsuppress(unit.request_id)
         target = self.pools.resolve(unit.target, allow_partial=unit.partial, allow_missing_kv=unit.partial)
         components = [*target, *(self.pools.resolve_draft(unit.draft) if unit.draft else ())]
@@ -153,16 +165,29 @@ class PageLoader(AsyncContextManagerMixin):
             if component.rows is None:
                 continue
             count = len(component.keys)
-            which = range(count) if pages is None else range(min(pages, count)) if isinstance(pages, int) else pages
-            rows = component.rows[np.fromiter((page for page in which if page < count), np.int64)]
-            context.slots.computed(component.pool, rows)
+            chosen = range(count) if which is None else [page for page in which if page < count]
+            context.slots.computed(component.pool, component.rows[np.asarray(chosen, np.int64)])
+
+    def forget(self, request_id: str) -> None:
+        """A request has ended: what failed for it does not count against a later one of the same name.
+
+        Raises:
+            LoaderClosedError: the loader is not open.
+        """
+        self._opened().health.unsuppress(request_id)
 
     async def drain(self) -> None:
-        """Wait for the units that are under way, and for native calls that still hold memory."""
+        """Wait for the loads and saves that are under way, and for native calls that still hold memory.
+
+        Closing the loader ends the wait.
+        """
         context = self._opened()
-        for run in list(context.active):
-            await run.finished.wait()
-        await context.landing.wait_none_quarantined()
+        assert self._saver is not None
+        with context.wait_until(math.inf):
+            await self._saver.drain()
+            for run in list(context.active):
+                await run.finished.wait()
+            await context.landing.wait_none_quarantined()
 
     def statistics(self) -> Statistics:
         """The loader's state and totals."""
@@ -189,6 +214,7 @@ class PageLoader(AsyncContextManagerMixin):
             removed_corrupt=counters.removed_corrupt,
             timed_out_calls=counters.timed_out_calls,
             shared_objects=counters.shared_objects,
+            second_reads=counters.second_reads,
             landing_bytes=landing.capacity,
             landing_bytes_in_use=landing.in_use,
             kept_bytes=context.reader.kept_bytes,
@@ -232,10 +258,33 @@ class PageLoader(AsyncContextManagerMixin):
             raise failure
 
     async def _open(self, tasks: anyio.abc.TaskGroup) -> Context:
-        config = self.config
         lifecycle = CallGroup("lifecycle", width=1, max_stuck=2)
-        await lifecycle.run(self.store.open)
         calls = StoreCalls(self.store)
+        ends: list[str] = []
+
+        def open_store() -> None:
+            self.store.open()
+            ends.append("opened")
+            if ends[0] != "opened":  # nobody waits any more
+                calls.close()
+
+        context = None
+        try:
+            await lifecycle.run(open_store)
+            context = await self._assemble(tasks, lifecycle, calls)
+        finally:
+            if context is None:
+                ends.append("given up")
+                # Whoever of the thread and the loop is second sees the other's mark, and closes.
+                if ends[0] == "opened":
+                    with anyio.move_on_after(_CLOSE_SECONDS, shield=True), suppress(RefusedError):
+                        await lifecycle.run(calls.close)
+                lifecycle.close()
+        tasks.start_soon(self._keep_house, context)
+        return context
+
+    async def _assemble(self, tasks: anyio.abc.TaskGroup, lifecycle: CallGroup, calls: StoreCalls) -> Context:
+        config = self.config
         health = Health(negative_entries=config.negative_entries, seed=config.seed)
         counters = Counters()
         sessions = SessionTable(calls, health, ttl=self.store.lease_ttl, max_stuck=config.stuck_threads)
@@ -256,15 +305,8 @@ class PageLoader(AsyncContextManagerMixin):
         )
         reader = Reader(calls, landing, sessions, health, counters, config, spawn)
         arena = landing.arenas[0]
-        registered = False
-        try:
-            registered = await lifecycle.run(partial(calls.register, arena.pointer, arena.nbytes))
-        finally:
-            if not registered:
-                with anyio.move_on_after(_CLOSE_SECONDS, shield=True):
-                    await lifecycle.run(calls.close)
-                lifecycle.close()
-        if not registered:
+        # The call holds the arena, not its address: a wait that is cancelled must not free what it works on.
+        if not await lifecycle.run(lambda: calls.register(arena.pointer, arena.nbytes)):
             raise StoreSetupError(f"the store refused to register {arena.nbytes} bytes of landing memory")
         context = Context(
             config=config,
@@ -287,7 +329,6 @@ class PageLoader(AsyncContextManagerMixin):
             lifecycle=lifecycle,
             spawn=spawn,
         )
-        tasks.start_soon(self._keep_house, context)
         return context
 
     async def _close(self, context: Context) -> None:
@@ -300,6 +341,8 @@ class PageLoader(AsyncContextManagerMixin):
         for run in runs:
             await run.finished.wait()
         with anyio.move_on_after(_CLOSE_SECONDS):
+            if self._saver is not None:
+                await self._saver.drain()
             await context.landing.wait_none_quarantined()
             await context.sessions.wait_none_open()
         context.reader.close()
@@ -320,19 +363,35 @@ class PageLoader(AsyncContextManagerMixin):
         """Now and then: free what prefetches left behind, replace quarantined memory."""
         while True:
             await anyio.sleep(_HOUSEKEEPING_SECONDS)
-            context.reader.expire()
-            lacking = context.landing.missing_replacement()
-            if lacking:
-                arena = context.landing.new_arena(lacking)
-                with suppress(RefusedError):
-                    if await context.lifecycle.run(partial(context.calls.register, arena.pointer, arena.nbytes)):
-                        context.landing.add_arena(arena)
+            try:
+                context.reader.expire()
+                await self._replace_quarantined(context)
+            except Exception:  # a bug: it costs this round, not the loader
+                _log.exception(events.TASK_RAISED, task="housekeeping")
+
+    async def _replace_quarantined(self, context: Context) -> None:
+        landing = context.landing
+        lacking = landing.missing_replacement()
+        if not lacking:
+            return
+
+        def new_arena() -> Arena | None:  # off the loop, since allocating may page-lock the memory
+            arena = landing.new_arena(lacking)
+            return arena if context.calls.register(arena.pointer, arena.nbytes) else None
+
+        try:
+            arena = await context.lifecycle.run(new_arena)
+        except RefusedError:
+            return
+        except Exception as error:
+            _log.warning(events.MEMORY_FAILED, nbytes=lacking, error=repr(error))
+            return
+        if arena is not None:
+            landing.add_arena(arena)
 
     async def _unregister(self, context: Context, arena: Arena) -> None:
-        try:
-            await context.lifecycle.run(partial(context.calls.unregister, arena.pointer))
-        except RefusedError:
-            _log.info(events.THREAD_STUCK, group=context.lifecycle.name)
+        with suppress(RefusedError):
+            await context.lifecycle.run(lambda: context.calls.unregister(arena.pointer))
 
     def _groups(self, context: Context) -> Iterator[CallGroup]:
         yield from (context.control, context.compute, context.fences, context.writes, context.lifecycle)

@@ -20,6 +20,9 @@ from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
 import anyio
+import structlog
+
+from softload import events
 
 try:
     from sniffio import current_async_library_cvar  # type: ignore[import-not-found, unused-ignore]
@@ -29,6 +32,14 @@ except ImportError:
 __all__ = ["CallGroup", "CallGroupStatistics", "NativeCall", "RefusedError", "callback_context"]
 
 T = TypeVar("T")
+
+_log = structlog.get_logger(__name__)
+
+_STUCK_SECONDS = 1.0
+"""A call that nobody waits for and that has been out for longer is worth a warning."""
+
+_STUCK_AGAIN_SECONDS = 30.0
+"""Between two warnings of one group."""
 
 
 def callback_context() -> contextvars.Context:
@@ -95,11 +106,18 @@ class NativeCall(Generic[T]):
         return 0.0 if self.started_at is None else time.monotonic() - self.started_at
 
     def execute(self) -> None:
-        """Run on a thread; what it raises is kept for the loop."""
+        """Run on a thread; what it raises is kept for the loop.
+
+        Whatever it raises: a call that is not told about would hold its lane, its memory and its waiters for ever, and
+        native code has panics of its own that are no `Exception`.
+        """
         try:
             self.value = self._run()
         except Exception as error:  # handed to the awaiting task, or logged by whoever abandoned the call
             self.error = error
+        except BaseException as error:  # of this thread: it must not end the loop's
+            self.error = RuntimeError(f"a blocking call raised {error!r}")
+            self.error.__cause__ = error
 
     def complete(self) -> None:
         """Run on the loop, once the call has returned."""
@@ -121,7 +139,7 @@ class NativeCall(Generic[T]):
         if not self.abandoned:
             self.abandoned = True
             if self.group is not None and self.started_at is not None and not self.finished:
-                self.group.count_stuck()
+                self.group.count_stuck(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,18 +173,19 @@ class CallGroup:
         self._idle: list[SimpleQueue[NativeCall[Any] | None]] = []
         self._threads = 0
         self._running = 0
-        self._stuck = 0
+        self._stuck: set[NativeCall[Any]] = set()
+        self._alarm: asyncio.TimerHandle | None = None
         self._calls = 0
         self._refused = 0
         self._closed = False
 
     def __repr__(self) -> str:
-        return f"<CallGroup {self.name}: {self._running} running, {self._stuck} stuck, {len(self._heap)} queued>"
+        return f"<CallGroup {self.name}: {self._running} running, {len(self._stuck)} stuck, {len(self._heap)} queued>"
 
     @property
     def saturated(self) -> bool:
         """Whether stuck calls have used up every replacement."""
-        return self._stuck > self.max_stuck
+        return len(self._stuck) > self.max_stuck
 
     def submit(self, call: NativeCall[Any]) -> None:
         """Queue a call.
@@ -200,16 +219,20 @@ class CallGroup:
             raise call.error
         return call.value  # type: ignore[return-value]  # set by execute(), and may be None itself
 
-    def count_stuck(self) -> None:
+    def count_stuck(self, call: NativeCall[Any]) -> None:
         """A running call was abandoned: another thread may take its lane."""
-        self._stuck += 1
+        self._stuck.add(call)
         # Not at once: who gives up one call is about to give up others, and those that are queued must not start first.
         assert self._loop is not None
         self._loop.call_soon(self._dispatch, context=callback_context())
+        if self._alarm is None:
+            self._alarm = self._loop.call_later(_STUCK_SECONDS, self._warn, context=callback_context())
 
     def close(self) -> None:
         """Refuse new calls and queued ones, and end idle threads; running calls end theirs when they return."""
         self._closed = True
+        if self._alarm is not None:
+            self._alarm.cancel()
         queued, self._heap = self._heap, []
         for _, _, call in queued:
             if not call.abandoned:
@@ -222,11 +245,11 @@ class CallGroup:
     def statistics(self) -> CallGroupStatistics:
         """What runs now."""
         return CallGroupStatistics(
-            self._threads, self._running, self._stuck, len(self._heap), self._calls, self._refused
+            self._threads, self._running, len(self._stuck), len(self._heap), self._calls, self._refused
         )
 
     def _dispatch(self) -> None:
-        while self._heap and self._running - self._stuck < self.width:
+        while self._heap and self._running - len(self._stuck) < self.width:
             _, _, call = heapq.heappop(self._heap)
             if not call.prepare():
                 continue
@@ -235,6 +258,22 @@ class CallGroup:
             self._calls += 1
             call.started_at = time.monotonic()
             inbox.put(call)
+
+    def _warn(self) -> None:
+        """Say that calls do not come back; most that are abandoned do, a moment later."""
+        self._alarm = None
+        late = [seconds for call in self._stuck if (seconds := call.elapsed()) >= _STUCK_SECONDS]
+        if late:
+            _log.warning(
+                events.THREAD_STUCK,
+                group=self.name,
+                stuck=len(late),
+                replaced_up_to=self.max_stuck,
+                seconds=round(max(late), 3),
+            )
+        if self._stuck and self._loop is not None and not self._closed:
+            pause = _STUCK_AGAIN_SECONDS if late else _STUCK_SECONDS
+            self._alarm = self._loop.call_later(pause, self._warn, context=callback_context())
 
     def _start_thread(self) -> SimpleQueue[NativeCall[Any] | None]:
         inbox: SimpleQueue[NativeCall[Any] | None] = SimpleQueue()
@@ -248,7 +287,7 @@ class CallGroup:
     def _returned(self, inbox: SimpleQueue[NativeCall[Any] | None], call: NativeCall[Any]) -> None:
         self._running -= 1
         if call.abandoned:
-            self._stuck -= 1
+            self._stuck.discard(call)
         # Threads that stood in for stuck ones are surplus now.
         if self._closed or len(self._idle) >= self.width:
             inbox.put(None)

@@ -6,8 +6,9 @@ Every unit runs as a task of its own under its own deadline, so that what hangs 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
+from itertools import islice
 
 import anyio
 import anyio.lowlevel
@@ -20,12 +21,13 @@ from softload.copies import Copy, chunks, copies_in, execute, wait_for, zeros
 from softload.fetches import Fetch, Turn
 from softload.geometry.group import ResolvedComponent
 from softload.geometry.layout import Fragment, layer_groups
+from softload.health import Permit
 from softload.landing import Share
 from softload.native_calls import RefusedError
-from softload.outcomes import LateFailure, PageStatus, UnitOutcome
+from softload.outcomes import LateFailure, PageOutcome, PageStatus, UnitOutcome
 from softload.planning import Column, needed_pages
 from softload.protocols import Descriptor
-from softload.slots import SlotState
+from softload.slots import SlotClaim, SlotState
 from softload.transfer import TransferUnit
 from softload.unit_fetches import UnitFetches
 from softload.unit_pages import UnitPages
@@ -92,6 +94,7 @@ class UnitRun:
         self._fenced = False
         self._copied = 0
         self._draft_copied = 0
+        self._zeroed = False
         self._layers_passed = 0
         self.layers_given = 0
         self.late: LateFailure | None = None
@@ -126,22 +129,22 @@ class UnitRun:
 
     # -- before it runs
 
-    def reserve(self) -> None:
-        """RESERVED: take the unit's slots and start its deadline.
+    def claims(self) -> list[SlotClaim]:
+        """The slots that are to be RESERVED for it.
 
         Raises:
-            ValueError: slots that another unit holds, or a unit without slots where they are needed.
+            ValueError: a unit without slots where they are needed.
         """
-        if self._mode is not Mode.PREFETCH:
-            for component in self.wants.own_components():
-                if component.rows is None:
-                    raise ValueError(
-                        f"request {self.request_id!r}, pool {component.pool.name}: expected slots, got none"
-                    )
-            self._context.slots.reserve(
-                [(c.pool, c.rows, c.keys) for c in self.wants.own_components() if c.rows is not None], self.request_id
-            )
-            self._reserved = True
+        claims: list[SlotClaim] = []
+        for component in self.wants.own_components() if self._mode is not Mode.PREFETCH else ():
+            if component.rows is None:
+                raise ValueError(f"request {self.request_id!r}, pool {component.pool.name}: expected slots, got none")
+            claims.append(SlotClaim(self.request_id, component.pool, component.rows, component.keys))
+        return claims
+
+    def begin(self) -> None:
+        """Its slots are RESERVED: start its deadline."""
+        self._reserved = self._mode is not Mode.PREFETCH
         seconds = self._context.config.deadline if self.unit.deadline is None else self.unit.deadline
         self.deadline = anyio.current_time() + seconds
         if self._mode is not Mode.PREFETCH:  # what has landed may be held for longer
@@ -150,9 +153,8 @@ class UnitRun:
             self.decided.set()
 
     def abandon(self) -> None:
-        """Give slots and bytes back although nothing has begun."""
+        """Give bytes back although nothing has begun."""
         self._fetches.let_go_all(keep=True)
-        self._release_slots(0)
 
     def cancel(self, reason: PageStatus = PageStatus.CANCELLED) -> None:
         """End it; what is not committed by now is a miss with this status."""
@@ -173,7 +175,7 @@ class UnitRun:
 
     # -- admission
 
-    def decide(self, answers: Answers, endpoints: dict[str, PageStatus | None]) -> None:
+    def decide(self, answers: Answers, endpoints: dict[str, PageStatus | Permit]) -> None:
         """Cut the unit to what was revalidated: its own first bad page, boundaries, draft policy.
 
         Args:
@@ -214,6 +216,13 @@ class UnitRun:
             if self._scope.cancelled_caught:
                 with anyio.CancelScope(shield=True):
                     await self._wind_up()
+        except Exception:  # a bug: it costs this unit, not the loader
+            _log.exception(events.TASK_RAISED, task="unit", request_id=self.request_id)
+            self._reason = PageStatus.CANCELLED
+            if not self._copied:
+                self.wants.limit(0, PageStatus.CANCELLED)
+                if self.admitted_pages:
+                    self._fail_after_admission()
         finally:
             self._finish()
 
@@ -222,6 +231,10 @@ class UnitRun:
         for wanted in self._fetches.of(fetch):
             self.wants.mark_bad(wanted.column, wanted.page, fetch.status)
         self._recut()
+
+    def fetch_replaced(self, fetch: Fetch, by: Fetch) -> None:
+        """Another unit's read hangs: this one's own does not have to."""
+        self._fetches.replace(fetch, by)
 
     def wake(self) -> None:
         """Some fetches have landed or failed."""
@@ -234,6 +247,8 @@ class UnitRun:
             await self._until(lambda: self._fetches.landed(self.wants.all_columns()))
         if scope.cancelled_caught:
             self._give_up_unlanded()
+        # What has not landed is never placed, so it is counted here; placing counts what it restores, and loses.
+        self._count_misses(tuple(self.wants.outcomes(self.pages, self._reason))[self.pages :], self.pages)
         self.landed.set()
         with anyio.move_on_after(self._context.config.hold_limit):
             await self._placed.wait()
@@ -261,7 +276,8 @@ class UnitRun:
             if self.pages:
                 await self._wait_for_engine()
                 await self._context.pacer.turn()
-            await self._copy(self._step_copies(step, layers))
+            if not await self._copy(self._step_copies(step, layers)):
+                self._give_up(PageStatus.CANCELLED)
             self._pass(layers.stop)
             if self.pages and not self.wants.draft_rides:
                 await self._context.pacer.turn()
@@ -273,11 +289,14 @@ class UnitRun:
         """The draft after the target: it has a gate of its own."""
         if self.wants.draft:
             await self._until(lambda: self._fetches.landed(self.wants.draft_columns))
-            await self._copy(self._draft_copies())
+            if not await self._copy(self._draft_copies()):
+                self.wants.draft_pages = 0
             self._draft_copied = self.wants.draft_pages
-            if not self.wants.draft_is_packed:  # its slots are zeroed also where nothing was copied
-                await self._wait_for_engine()
-            await self._zero_draft()
+            for chunk in self._zeros():
+                await anyio.lowlevel.checkpoint_if_cancelled()
+                self._zeroed = True
+                if not await self._run_chunk(chunk):
+                    break
         self.draft_ready.set()
 
     async def _wind_up(self) -> None:
@@ -291,9 +310,14 @@ class UnitRun:
                 await self._salvage()
             if not self._copied:
                 self._give_up(self._reason)
+        # Nobody who waits for the target waits for the draft's zeros.
+        if not self.admitted.is_set():
+            self._be_admitted()
+        self._on_layers(self.request_id, self._context.pools.num_layers)
         self.wants.draft_pages = self._draft_copied
-        if (timed_out or self._copied) and self.wants.draft and not self.draft_ready.is_set():
-            await self._zero_draft()
+        if self._copied and self.wants.draft and not self.draft_ready.is_set() and not self._zeroed:
+            for chunk in islice(self._zeros(), 1):
+                await self._run_chunk(chunk)
 
     async def _salvage(self) -> None:
         """Copy what landed in time, if it is no more than one chunk."""
@@ -303,7 +327,8 @@ class UnitRun:
         left = [column for column in self.wants.columns if column.spec.layers[-1] >= layers.start]
         copies = self._step_copies(left, layers)
         if self.pages and sum(copy.nbytes for copy in copies) <= self._context.config.copy_chunk_bytes:
-            await self._copy(copies)
+            if not await self._copy(copies):
+                self._give_up(PageStatus.CANCELLED)
             self._copied = self.pages
 
     def _finish(self) -> None:
@@ -348,17 +373,25 @@ class UnitRun:
             _log.error(events.FENCE_RAISED, request_id=self.request_id, error=repr(error))
             self._give_up(PageStatus.CANCELLED)
 
-    async def _copy(self, copies: Sequence[Copy]) -> None:
-        """Copy in chunks; the deadline may pass between two, never within one."""
+    async def _copy(self, copies: Sequence[Copy]) -> bool:
+        """Copy in chunks; the deadline may pass between two, never within one. False once one has failed."""
         if copies:
             self._move_slots(SlotState.FILLING)
         for chunk in chunks(copies, self._context.config.copy_chunk_bytes):
             await anyio.lowlevel.checkpoint_if_cancelled()
-            await self._run_chunk(chunk)
+            if not await self._run_chunk(chunk):
+                return False
+        return True
 
-    async def _run_chunk(self, chunk: Sequence[Copy]) -> None:
-        with anyio.CancelScope(shield=True):
-            await self._context.compute.run(lambda: execute(chunk))
+    async def _run_chunk(self, chunk: Sequence[Copy]) -> bool:
+        """Copy one chunk to its end. False where the device could not: that costs this unit, not the loader."""
+        try:
+            with anyio.CancelScope(shield=True):
+                await self._context.compute.run(lambda: execute(chunk))
+        except Exception as error:  # out of memory, an accelerator's fault, no threads for it any more
+            _log.error(events.COPY_FAILED, request_id=self.request_id, error=repr(error))
+            return False
+        return True
 
     def _step_copies(self, step: Iterable[Column], layers: range) -> list[Copy]:
         return [
@@ -392,32 +425,29 @@ class UnitRun:
         """The component of a column whose objects hold the draft's bytes."""
         return (self.wants.target if self.wants.draft_rides else self.wants.draft)[column.component]
 
-    def _draftless_pages_of(self, column: Column) -> range:
-        """The pages whose draft slots are to hold zeros."""
-        if not self.wants.draft_is_packed:
-            return range(self._draft_copied, len(column.keys))
-        # A packed draft's slots are its target's: those that no target bytes were written to are left as they are.
-        component = self._draft_component(column)
-        written = needed_pages(self._copied, component.hit_policy, component.window)
-        return range(max(self._draft_copied, written.start), written.stop)
+    def _draftless_pages_of(self, component: ResolvedComponent) -> range:
+        """The restored pages whose draft slots are to hold zeros; all others are computed by the engine, draft and all.
+
+        Restored pages were copied, after the engine's fence: their slots are ours to write.
+        """
+        restored = needed_pages(self._copied, component.hit_policy, component.window)
+        return range(max(self._draft_copied, restored.start), restored.stop)
 
     def _column_copies(self, column: Column, fragments: Sequence[Fragment], pages: range) -> list[Copy]:
         return copies_in(column, fragments, [self._fetches.segment(column, page) for page in pages], pages)
 
-    async def _zero_draft(self) -> None:
-        """Draft slots without their bytes hold zeros, not what was there before, once they are ours to write."""
-        if self.unit.ready is not None and not self._fenced:
-            return
-        copies = [
-            copy
-            for column in self._draft_holders()
-            for copy in zeros(column, self._draftless_pages_of(column), _draft_fragments(column))
-        ]
+    def _zeros(self) -> Iterator[list[Copy]]:
+        """Chunks of zeros for draft slots without their bytes, so that they do not hold what was there before."""
         for component in self.wants.draft if not self.wants.draft_is_packed else ():
             assert component.rows is not None
-            self._context.slots.move(component.pool, component.rows[self._draft_copied :], SlotState.ZEROING)
-        for chunk in chunks(copies, self._context.config.copy_chunk_bytes):
-            await self._run_chunk(chunk)
+            pages = self._draftless_pages_of(component)
+            self._context.slots.move(component.pool, component.rows[pages.start : pages.stop], SlotState.ZEROING)
+        copies = (
+            copy
+            for column in self._draft_holders()
+            for copy in zeros(column, self._draftless_pages_of(self._draft_component(column)), _draft_fragments(column))
+        )
+        yield from chunks(copies, self._context.config.copy_chunk_bytes)
 
     # -- cutting
 
@@ -465,7 +495,7 @@ class UnitRun:
         column: Column,
         page: int,
         answer: Descriptor | PageStatus | None,
-        endpoints: dict[str, PageStatus | None],
+        endpoints: dict[str, PageStatus | Permit],
     ) -> PageStatus | None:
         """``None`` where the object may be read, else why not."""
         key, spec = column.keys[page], column.spec
@@ -473,13 +503,16 @@ class UnitRun:
             return answer
         if answer is None:
             fetch = self._context.reader.find(key)
+            if fetch is None and spec.size != spec.target_size:
+                return PageStatus.SHED  # it has gone since, and how large it is nobody has said
             size = fetch.size if fetch is not None else spec.size
+            answer = fetch.descriptor if fetch is not None else None
         else:
             size = answer.size
             if answer.endpoint not in endpoints:
-                endpoints[answer.endpoint] = self._endpoint_status(answer.endpoint)
+                endpoints[answer.endpoint] = self._ask_endpoint(answer.endpoint)
             refused = endpoints[answer.endpoint]
-            if refused is not None:
+            if isinstance(refused, PageStatus):
                 self._context.health.negative.add(key, refused)
                 return refused
         if size not in (spec.size, spec.target_size):
@@ -489,10 +522,10 @@ class UnitRun:
         self._fetches.descriptors[key] = answer
         return None
 
-    def _endpoint_status(self, endpoint: str) -> PageStatus | None:
+    def _ask_endpoint(self, endpoint: str) -> PageStatus | Permit:
         if self._context.landing.refuses(endpoint):
             return PageStatus.SHED
-        return None if self._context.health.endpoint(endpoint).allows() else PageStatus.SUPPRESSED
+        return self._context.health.endpoint(endpoint).allows() or PageStatus.SUPPRESSED
 
     def _pass(self, layers: int) -> None:
         self._layers_passed = layers
@@ -519,21 +552,11 @@ class UnitRun:
 
     def _count(self, outcome: UnitOutcome) -> None:
         counters = self._context.counters
-        counters.requested_pages += outcome.requested_pages
         counters.restored_pages += outcome.restored_pages
-        missed = outcome.pages[outcome.restored_pages :]
-        counters.missed.update(page.status for page in missed)
-        if missed and missed[0].status not in _NOT_A_FAILURE:
-            self._context.health.suppress(self.request_id)
-            _log.info(
-                events.PAGE_MISSED,
-                request_id=self.request_id,
-                page=missed[0].page,
-                status=missed[0].status,
-                component=missed[0].component,
-                restored=outcome.restored_pages,
-                requested=outcome.requested_pages,
-            )
+        counters.requested_pages += outcome.restored_pages
+        end = self.admitted_pages if self._mode is Mode.PLACE else outcome.requested_pages
+        missed = outcome.pages[outcome.restored_pages : end]
+        self._count_misses(missed, outcome.restored_pages)
         if self.wants.draft and outcome.draft_pages < outcome.restored_pages:
             counters.draft_dropped += 1
             _log.info(
@@ -542,6 +565,22 @@ class UnitRun:
                 draft_pages=outcome.draft_pages,
                 restored=outcome.restored_pages,
             )
+
+    def _count_misses(self, missed: Sequence[PageOutcome], kept: int) -> None:
+        self._context.counters.requested_pages += len(missed)
+        self._context.counters.missed.update(page.status for page in missed)
+        if not missed or missed[0].status in _NOT_A_FAILURE:
+            return
+        self._context.health.suppress(self.request_id)
+        _log.info(
+            events.PAGE_MISSED,
+            request_id=self.request_id,
+            page=missed[0].page,
+            status=missed[0].status,
+            component=missed[0].component,
+            restored=kept,
+            requested=self.wants.requested,
+        )
 
 
 def _draft_fragments(column: Column) -> Sequence[Fragment]:

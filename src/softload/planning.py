@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from softload.config import Layout
 from softload.geometry.device_pool import DevicePool
-from softload.geometry.group import ResolvedComponent
+from softload.geometry.group import DevicePoolGroup, ResolvedComponent
 from softload.geometry.layout import ObjectSpec
 from softload.keys import KeySpace
-from softload.transfer import HitPolicy, PoolName
+from softload.transfer import HitPolicy, PoolName, TransferUnit
 
-__all__ = ["Column", "ComponentPages", "boundaries", "columns", "cut", "needed_pages", "read_batches"]
+__all__ = [
+    "Column",
+    "ComponentPages",
+    "UnitParts",
+    "boundaries",
+    "check_distinct",
+    "columns",
+    "cut",
+    "needed_pages",
+    "read_batches",
+    "unit_parts",
+]
 
 T = TypeVar("T")
 
@@ -41,7 +53,7 @@ class Column:
 
 def columns(
     components: Sequence[ResolvedComponent],
-    specs: dict[PoolName, tuple[ObjectSpec, ...]],
+    specs: Mapping[PoolName, tuple[ObjectSpec, ...]],
     keys: KeySpace,
     *,
     draft: bool,
@@ -61,6 +73,47 @@ def columns(
     ]
     found.sort(key=lambda column: column.spec.group)
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class UnitParts:
+    """What one unit is made of: its components and the kinds of objects that hold their bytes, target and draft.
+
+    A packed draft's components are those of its target's pools; in `Layout.PAGE` it has no objects of its own.
+    """
+
+    target: tuple[ResolvedComponent, ...]
+    columns: list[Column]
+    draft: tuple[ResolvedComponent, ...]
+    draft_columns: list[Column]
+
+
+def unit_parts(unit: TransferUnit, pools: DevicePoolGroup, layout: Layout, keys: KeySpace) -> UnitParts:
+    """Take a unit apart.
+
+    Raises:
+        ValueError: components that do not fit the pools.
+    """
+    specs = pools.specs(layout)
+    target = pools.resolve(unit.target, allow_partial=unit.partial, allow_missing_kv=unit.partial)
+    if unit.draft:
+        draft = pools.resolve_draft(unit.draft)
+    else:
+        draft = tuple(component for component in target if component.pool.num_draft_layers)
+    return UnitParts(target, columns(target, specs, keys, draft=False), draft, columns(draft, specs, keys, draft=True))
+
+
+def check_distinct(units: Sequence[TransferUnit]) -> None:
+    """Reports go by request: one call takes each request once.
+
+    Raises:
+        ValueError: a request comes twice.
+    """
+    seen: set[str] = set()
+    for unit in units:
+        if unit.request_id in seen:
+            raise ValueError(f"expected every request once, got {unit.request_id!r} twice")
+        seen.add(unit.request_id)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
@@ -10,15 +11,15 @@ from typing import Any
 import structlog
 
 from softload import events
-from softload.config import Integrity, LoaderConfig
+from softload.config import LoaderConfig
 from softload.fetches import Fetch, FetchListener, Part, PartState, ReadCall, Turn
-from softload.health import Health
-from softload.integrity import check_tail
+from softload.health import MAX_ENDPOINTS, Health
 from softload.landing import LandingMemory, Segment, SegmentState
-from softload.native_calls import CallGroup, NativeCall, RefusedError
+from softload.native_calls import CallGroup, NativeCall, RefusedError, callback_context
 from softload.outcomes import Action, PageStatus
 from softload.planning import read_batches
 from softload.protocols import Clock, Descriptor
+from softload.read_execution import execute_read
 from softload.sessions import Session, SessionTable
 from softload.store_calls import StoreCalls
 from softload.telemetry import Counters
@@ -31,6 +32,9 @@ _FIRST_RATE = 500e6
 """Bytes per second that are expected of an endpoint before the first sample."""
 
 _CALL_SECONDS = 0.002
+
+_WATCH_SECONDS = 0.05
+"""How soon it is looked at whether a read is overdue: no read is before."""
 
 _NOT_REFUTED = (PageStatus.SHED, PageStatus.CANCELLED, PageStatus.STORE_UNREACHABLE, PageStatus.MALFORMED)
 """Failures that say nothing about the key."""
@@ -120,6 +124,7 @@ class Reader:
         fetch = Fetch(key, segment, descriptor, size=size, tailed=tailed)
         if ranges:
             fetch.parts = [Part(fetch, tuple(pairs), layers) for layers, pairs in ranges]
+        fetch.owner = listener
         fetch.listeners.append(listener)
         self._fetches[key] = fetch
         return fetch
@@ -188,7 +193,7 @@ class Reader:
             call = ReadCall(endpoint, items, turn, ranged=ranged)
             turn.tag = max(turn.tag, self._turn) + 1.0
             native = NativeCall(
-                lambda call=call: self._run(call),  # type: ignore[misc]
+                lambda call=call: execute_read(self._calls, call, self._config.integrity),  # type: ignore[misc]
                 lambda _, call=call: self._returned(call),  # type: ignore[misc]
                 prepare=lambda call=call: self._prepare(call),  # type: ignore[misc]
                 priority=turn.tag,
@@ -246,58 +251,43 @@ class Reader:
             part.fetch.segment.state = SegmentState.IN_FLIGHT
         call.live = live
         call.wanted = len(live)
+        asyncio.get_running_loop().call_later(_WATCH_SECONDS, self._watch, call, context=callback_context())
         nbytes = sum(part.nbytes for part in live)
         call.expected = _CALL_SECONDS + nbytes / self._rates.get(call.endpoint, _FIRST_RATE)
         return bool(live)
 
-    # -- on a thread
+    def _watch(self, call: ReadCall) -> None:
+        """It should have returned: who joined it reads anew."""
+        native = call.native
+        if native is None or native.finished or native.abandoned:
+            return
+        if not call.overdue:
+            left = call.due_seconds - native.elapsed()
+            asyncio.get_running_loop().call_later(max(left, 0.0) + 0.001, self._watch, call, context=callback_context())
+            return
+        again = [part for part in map(self._replace, call.live) if part is not None]
+        if again:
+            self._counters.second_reads += len(again)
+            self._submit(again, Turn(), ranged=False)
 
-    def _run(self, call: ReadCall) -> list[tuple[PageStatus, Descriptor | None]]:
-        parts = call.live
-        keys = [part.fetch.key for part in parts]
-        if call.ranged:
-            statuses = self._calls.read_ranges(
-                keys,
-                [[part.fetch.segment.pointer + offset for offset, _ in part.ranges] for part in parts],
-                [[nbytes for _, nbytes in part.ranges] for part in parts],
-                [[offset for offset, _ in part.ranges] for part in parts],
-            )
-        else:
-            statuses = self._calls.read(
-                keys, [part.fetch.segment.pointer for part in parts], [part.fetch.size for part in parts]
-            )
-        descriptors: list[Descriptor | PageStatus | None] = [None] * len(parts)
-        unproven = [
-            index
-            for index, (part, status) in enumerate(zip(parts, statuses, strict=True))
-            if status is PageStatus.LOADED and not self._is_tailed(part)
-        ]
-        if unproven:
-            answers = self._calls.descriptors([keys[index] for index in unproven])
-            for index, answer in zip(unproven, answers, strict=True):
-                descriptors[index] = answer
-        return [
-            self._checked(part, status, answer)
-            for part, status, answer in zip(parts, statuses, descriptors, strict=True)
-        ]
-
-    def _is_tailed(self, part: Part) -> bool:
-        return part.fetch.tailed and self._config.integrity is not Integrity.OFF
-
-    def _checked(
-        self, part: Part, status: PageStatus, now: Descriptor | PageStatus | None
-    ) -> tuple[PageStatus, Descriptor | None]:
-        fetch = part.fetch
-        if status is not PageStatus.LOADED:
-            return status, None
-        if fetch.tailed and not check_tail(fetch.key, fetch.segment.memory[: fetch.size], self._config.integrity):
-            return PageStatus.CORRUPT, None
-        # A dead master cannot have given the memory to others: what its sessions read is good until it is back.
-        if now is None or fetch.descriptor is None or now is PageStatus.STORE_UNREACHABLE:
-            return PageStatus.LOADED, None
-        if now == fetch.descriptor:
-            return PageStatus.LOADED, None
-        return PageStatus.REPLICA_CHANGED, now if isinstance(now, Descriptor) else None
+    def _replace(self, part: Part) -> Part | None:
+        """A fresh read for those who joined one that hangs; its owner stays with it."""
+        old = part.fetch
+        joined = [listener for listener in old.listeners if listener is not old.owner]
+        if part.state is not PartState.IN_FLIGHT or part.layers is not None or old.owner is None or not joined:
+            return None
+        segments = self._landing.try_grant([(old.size, 1)], old.segment.share)
+        if segments is None:
+            return None
+        new = Fetch(old.key, segments[0], old.descriptor, size=old.size, tailed=old.tailed)
+        new.listeners = joined
+        old.listeners = [listener for listener in old.listeners if listener is old.owner]
+        self._fetches[new.key] = new
+        for listener in dict.fromkeys(joined):
+            listener.fetch_replaced(old, new)
+        if not old.listeners:
+            self._settle(old, keep=False)
+        return new.parts[0]
 
     # -- back on the loop
 
@@ -443,10 +433,10 @@ class Reader:
             breaker.record(True)
             nbytes = sum(part.nbytes for part in call.live)
             rate = nbytes / max(call.native.elapsed(), 1e-6)
-            known = self._rates.get(call.endpoint, rate)
+            known = self._rates.pop(call.endpoint, rate)
             self._rates[call.endpoint] = known + 0.2 * (rate - known)
-        else:
-            breaker.give_back()
+            if len(self._rates) > MAX_ENDPOINTS:  # the one that was read from longest ago
+                del self._rates[next(iter(self._rates))]
 
     def _count_time_out(self, fetch: Fetch) -> None:
         """Once per call, at once, and only for a call that really takes too long: our own queue counts for nothing."""

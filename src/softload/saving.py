@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import anyio
+import anyio.lowlevel
 import numpy as np
 import structlog
 
 from softload import events
-from softload.admission import draft_parts
 from softload.config import Layout
 from softload.context import Context
 from softload.copies import Copy, chunks, copies_out, execute, wait_for
@@ -20,8 +20,8 @@ from softload.integrity import write_tail
 from softload.landing import Segment, SegmentState, Share
 from softload.native_calls import NativeCall, RefusedError
 from softload.outcomes import PageSave, PageStatus, SaveOutcome, SaveReport, SaveStatus
-from softload.planning import Column, columns
-from softload.protocols import PutRefusal
+from softload.planning import Column, check_distinct, unit_parts
+from softload.puts import put
 from softload.transfer import Fence, TransferUnit
 
 __all__ = ["Saver"]
@@ -32,9 +32,6 @@ _ENDPOINT = "saves"
 """What quarantined memory of saves is counted under: only the store knows where a put goes."""
 
 _GRANT_SECONDS = 0.05
-
-_FULL_PAUSES = (0.02, 0.05)
-"""Before an object that a full store refused is offered again."""
 
 _WORST = (
     SaveStatus.REFUSED,
@@ -67,8 +64,38 @@ class _Object:
         return self.column.spec.size
 
 
-class _FenceError(Exception):
-    """The engine's fence raised."""
+class _EngineError(Exception):
+    """The engine's fence raised, or its device could not copy: it costs this save."""
+
+
+class _Staging:
+    """Tells the engine once per unit that its slots are its own again."""
+
+    def __init__(self, units: Sequence[TransferUnit], staged: Callable[[TransferUnit], object]) -> None:
+        self._staged = staged
+        self._untold = {unit.request_id: unit for unit in units}
+
+    def tell(self, request_id: str) -> None:
+        unit = self._untold.pop(request_id, None)
+        if unit is not None:
+            try:
+                self._staged(unit)
+            except Exception:  # the engine's own fault: the save goes on
+                _log.exception(events.STAGED_RAISED, request_id=request_id)
+
+    def tell_all(self) -> None:
+        for request_id in list(self._untold):
+            self.tell(request_id)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _UnitSave:
+    """One unit of a save; `until` is on the event loop's clock."""
+
+    unit: TransferUnit
+    components: Sequence[ResolvedComponent]
+    objects: Sequence[_Object]
+    until: float
 
 
 class Saver:
@@ -77,38 +104,54 @@ class Saver:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._under_way: dict[str, _Object] = {}
+        self._running: set[anyio.Event] = set()
 
     async def save(
         self, units: Sequence[TransferUnit], staged: Callable[[TransferUnit], object] = lambda _: None
     ) -> SaveReport:
         """See `PageLoader.save`."""
-        plans = []
-        for unit in units:
+        check_distinct(units)
+        staging = _Staging(units, staged)
+        ended = anyio.Event()
+        self._running.add(ended)
+        try:
+            submitted_at = anyio.current_time()
+            plans = []
+            for unit in units:
+                await self._context.pacer.turn()
+                plans.append(self._plan(unit, submitted_at))
+            for plan in plans:
+                await self._save_unit(plan, staging)
             await self._context.pacer.turn()
-            plans.append(self._plan(unit))
-        for unit, _, objects in plans:
-            await self._save_unit(unit, [item for item in objects if item.status is None], staged)
-        await self._context.pacer.turn()
-        outcomes = {unit.request_id: _outcome(unit, components, objects) for unit, components, objects in plans}
+            return self._report(plans)
+        finally:
+            staging.tell_all()
+            self._running.discard(ended)
+            ended.set()
+
+    async def drain(self) -> None:
+        """Wait for the saves that are under way."""
+        for ended in list(self._running):
+            await ended.wait()
+
+    def _report(self, plans: Sequence[_UnitSave]) -> SaveReport:
+        outcomes = {plan.unit.request_id: _outcome(plan.unit, plan.components, plan.objects) for plan in plans}
         for outcome in outcomes.values():
             self._context.counters.saves.update(page.status for page in outcome.pages)
         saved = sum(
             item.size
-            for _, _, objects in plans
-            for item in objects
+            for plan in plans
+            for item in plan.objects
             if item.status is SaveStatus.SAVED and item.done is not None
         )
         return SaveReport(outcomes, saved)
 
-    def _plan(self, unit: TransferUnit) -> tuple[TransferUnit, list[ResolvedComponent], list[_Object]]:
+    def _plan(self, unit: TransferUnit, submitted_at: float) -> _UnitSave:
         context = self._context
-        target = context.pools.resolve(unit.target, allow_partial=unit.partial, allow_missing_kv=unit.partial)
-        draft, draft_columns = draft_parts(context, unit, target)
-        all_columns = [
-            *columns(target, dict(context.pools.specs(context.config.layout)), context.keys, draft=False),
-            *draft_columns,
-        ]
-        components = [*target, *(draft if unit.draft else ())]
+        seconds = context.config.save_deadline if unit.deadline is None else unit.deadline
+        parts = unit_parts(unit, context.pools, context.config.layout, context.keys)
+        all_columns = [*parts.columns, *parts.draft_columns]
+        components = [*parts.target, *(parts.draft if unit.draft else ())]
         allowed: dict[tuple[str, bool], np.ndarray] = {}
         for component in components:
             if component.rows is None:
@@ -126,7 +169,7 @@ class Saver:
         ]
         # Prefix order: if the store is full half-way, what is in it is a prefix.
         objects.sort(key=lambda item: item.page)
-        return unit, components, objects
+        return _UnitSave(unit, components, objects, submitted_at + seconds)
 
     def _shortcut(self) -> SaveStatus | None:
         context = self._context
@@ -138,14 +181,13 @@ class Saver:
             return SaveStatus.SHED
         return None
 
-    async def _save_unit(
-        self, unit: TransferUnit, objects: Sequence[_Object], staged: Callable[[TransferUnit], object]
-    ) -> None:
+    async def _save_unit(self, plan: _UnitSave, staging: _Staging) -> None:
+        unit = plan.unit
+        objects = [item for item in plan.objects if item.status is None]
         if not objects:
-            staged(unit)
+            staging.tell(unit.request_id)
             return
         context = self._context
-        seconds = context.config.save_deadline if unit.deadline is None else unit.deadline
         mine, shared = [], []
         done = anyio.Event()
         otherwise = SaveStatus.TIMED_OUT
@@ -158,20 +200,20 @@ class Saver:
             else:
                 shared.append((item, other))
         try:
-            with context.wait_until(anyio.current_time() + seconds):
+            with context.wait_until(plan.until):
                 if mine and unit.ready is not None:
                     fence = unit.ready
                     await self._wait_for_engine(unit.request_id, fence)
                 batches = list(self._batches(mine))
-                for batch in batches:
-                    await self._save_batch(batch, lambda last=batch is batches[-1]: last and staged(unit))  # type: ignore[misc]
+                for left, batch in zip(range(len(batches) - 1, -1, -1), batches, strict=True):
+                    await self._save_batch(batch, (lambda: None) if left else partial(staging.tell, unit.request_id))
                 for item, other in shared:
                     if other.status is None and other.done is not None:
                         await other.done.wait()
                     item.status = SaveStatus.PRESENT if other.status is SaveStatus.SAVED else other.status
         except RefusedError:
             otherwise = SaveStatus.SHED
-        except _FenceError:
+        except _EngineError:
             otherwise = SaveStatus.FAILED
         finally:
             for item in objects:
@@ -180,7 +222,7 @@ class Saver:
             for item in mine:
                 del self._under_way[item.key]
             done.set()
-            staged(unit)
+            staging.tell(unit.request_id)
         skipped = [item for item in objects if item.status in (SaveStatus.SHED, SaveStatus.STORE_FULL)]
         if skipped:
             _log.info(events.SAVE_SKIPPED, request_id=unit.request_id, objects=len(skipped), status=skipped[0].status)
@@ -192,7 +234,7 @@ class Saver:
             raise
         except Exception as error:  # the engine's own fault: it costs this save
             _log.error(events.FENCE_RAISED, request_id=request_id, error=repr(error))
-            raise _FenceError from error
+            raise _EngineError from error
 
     def _batches(self, objects: Sequence[_Object]) -> Iterable[list[_Object]]:
         config = self._context.config
@@ -210,6 +252,7 @@ class Saver:
 
     async def _save_batch(self, batch: list[_Object], staged: Callable[[], object]) -> None:
         landing = self._context.landing
+        await anyio.lowlevel.checkpoint_if_cancelled()
         await self._context.pacer.turn()
         by_column: dict[Column, list[_Object]] = {}
         for item in batch:
@@ -223,13 +266,15 @@ class Saver:
             for item in batch:
                 item.status = SaveStatus.SHED
             return
+        is_staged = False
         try:
             await self._stage(by_column, segments)
-        except BaseException:
-            for segment in segments:
-                landing.release(segment)
-            raise
-        staged()
+            staged()
+            is_staged = True
+        finally:
+            if not is_staged:
+                for segment in segments:
+                    landing.release(segment)
         await self._write(ordered, segments)
 
     async def _stage(self, by_column: dict[Column, list[_Object]], segments: Sequence[Segment]) -> None:
@@ -251,9 +296,15 @@ class Saver:
                     write_tail(key, segment.memory)
 
         with anyio.CancelScope(shield=True):
-            for chunk in chunks(copies, self._context.config.copy_chunk_bytes):
-                await self._context.compute.run(lambda chunk=chunk: execute(chunk))  # type: ignore[misc]
-            await self._context.compute.run(digest)
+            try:
+                for chunk in chunks(copies, self._context.config.copy_chunk_bytes):
+                    await self._context.compute.run(partial(execute, chunk))
+                await self._context.compute.run(digest)
+            except RefusedError:
+                raise
+            except Exception as error:  # out of memory, an accelerator's fault
+                _log.error(events.COPY_FAILED, objects=len(tails), error=repr(error))
+                raise _EngineError from error
 
     async def _write(self, batch: Sequence[_Object], segments: Sequence[Segment]) -> None:
         context = self._context
@@ -278,7 +329,7 @@ class Saver:
                     context.counters.bytes_saved += item.size
             returned.set()
 
-        call = NativeCall(lambda: self._put(keys, segments), release, prepare=started)
+        call = NativeCall(lambda: put(context.calls, keys, segments), release, prepare=started)
         try:
             context.writes.submit(call)
             await returned.wait()
@@ -292,46 +343,6 @@ class Saver:
                     for item, segment in zip(batch, segments, strict=True):
                         item.status = SaveStatus.TIMED_OUT
                         context.landing.quarantine(segment, _ENDPOINT)
-
-    def _put(self, keys: Sequence[str], segments: Sequence[Segment]) -> tuple[list[SaveStatus], list[PageStatus]]:
-        """On a thread: start, one range, end. What does not get through is revoked.
-
-        Returns:
-            what became of each object, and how the master answered the start where it did not take an object.
-        """
-        calls = self._context.calls
-        answers = calls.put_start(keys, [segment.nbytes for segment in segments])
-        for pause in _FULL_PAUSES:
-            # A refusal is what makes the store evict: a moment later there is room.
-            full = [index for index, answer in enumerate(answers) if answer is PutRefusal.FULL]
-            if not full:
-                break
-            time.sleep(pause)
-            again = calls.put_start([keys[index] for index in full], [segments[index].nbytes for index in full])
-            for index, answer in zip(full, again, strict=True):
-                answers[index] = answer
-        failures = [answer for answer in answers if isinstance(answer, PageStatus)]
-        statuses = [_PUT_STATUSES.get(answer, SaveStatus.FAILED) for answer in answers]
-        started = [index for index, status in enumerate(statuses) if status is SaveStatus.SAVED]
-        written = calls.put_write(
-            [keys[index] for index in started],
-            [segments[index].pointer for index in started],
-            [segments[index].nbytes for index in started],
-        )
-        good = [index for index, answer in zip(started, written, strict=True) if answer is PageStatus.LOADED]
-        ended = dict(zip(good, calls.put_end([keys[index] for index in good]), strict=True))
-        failed = [index for index in started if ended.get(index) is not PageStatus.LOADED]
-        calls.put_revoke([keys[index] for index in failed])
-        for index in failed:
-            statuses[index] = SaveStatus.FAILED
-        return statuses, failures
-
-
-_PUT_STATUSES: dict[PutRefusal | PageStatus, SaveStatus] = {
-    PageStatus.LOADED: SaveStatus.SAVED,
-    PutRefusal.PRESENT: SaveStatus.PRESENT,
-    PutRefusal.FULL: SaveStatus.STORE_FULL,
-}
 
 
 def _outcome(unit: TransferUnit, components: Sequence[ResolvedComponent], objects: Sequence[_Object]) -> SaveOutcome:

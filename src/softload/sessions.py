@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -184,7 +184,8 @@ class SessionTable:
     async def wait_none_open(self) -> None:
         """Wait until every session has been ended."""
         while self._sessions:
-            self._none_open = anyio.Event()
+            if self._none_open.is_set():  # of an earlier time; else others wait for it too
+                self._none_open = anyio.Event()
             await self._none_open.wait()
 
     def close(self) -> None:
@@ -206,7 +207,7 @@ class SessionTable:
 
     async def _start(self, sessions: list[Session]) -> dict[str, Session | PageStatus]:
         keys = [session.key for session in sessions]
-        fresh = [session for session in sessions if session.state is SessionState.STARTING]
+        fresh = {session for session in sessions if session.state is SessionState.STARTING}
         answers: dict[str, Session | PageStatus] = {}
         done = anyio.Event()
         was_lost = self._health.master_lost
@@ -256,7 +257,7 @@ class SessionTable:
         session.become(SessionState.OPEN)
         return session
 
-    def _not_started(self, sessions: Sequence[Session], fresh: Sequence[Session]) -> None:
+    def _not_started(self, sessions: Sequence[Session], fresh: Collection[Session]) -> None:
         """The store was not asked: those that were open before still are."""
         for session in sessions:
             if session in fresh:

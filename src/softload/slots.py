@@ -5,9 +5,9 @@
 | IDLE | never named, or computed by the engine | a unit names it: RESERVED |
 | RESERVED | the unit names it | first copy: FILLING; a miss: RELEASED, unwritten |
 | FILLING | first chunk copied | last layer: COMMITTED; failure, deadline, cancel: RELEASED after the running chunk |
-| ZEROING | a draft slot without its bytes | zeros complete: RELEASED |
+| ZEROING | a restored page's draft slot without its bytes | zeros complete, or the deadline: RELEASED |
 | COMMITTED | last layer copied | the engine owns it |
-| RELEASED | | the engine may reuse it: nothing of ours will write it again |
+| RELEASED | | the engine may reuse it: nothing of ours will write it again; a draft's may hold anything |
 
 A slot is named by its pool and page row. A RELEASED one may not be saved under the key that it failed to hold until
 the engine says that it computed it: by the key, not by the number, since the engine gives numbers to others.
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,7 @@ import numpy.typing as npt
 from softload.geometry.device_pool import DevicePool
 from softload.transfer import PoolName
 
-__all__ = ["SlotState", "SlotTable"]
+__all__ = ["SlotClaim", "SlotState", "SlotTable"]
 
 Rows = npt.NDArray[np.int64]
 
@@ -40,6 +41,15 @@ class SlotState(IntEnum):
     RELEASED = 5
 
 
+class SlotClaim(NamedTuple):
+    """What one component of one unit wants: `rows` of `pool`, one key per row; pages without slots have row -1."""
+
+    request_id: str
+    pool: DevicePool
+    rows: Rows
+    keys: Sequence[str]
+
+
 def _is_active(states: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
     held: npt.NDArray[np.bool_] = (states >= SlotState.RESERVED) & (states <= SlotState.ZEROING)
     return held
@@ -53,32 +63,27 @@ class SlotTable:
         self._keys: dict[PoolName, npt.NDArray[np.int64]] = {}
         self._draftless: dict[PoolName, npt.NDArray[np.bool_]] = {}
 
-    def reserve(self, wanted: Sequence[tuple[DevicePool, Rows, Sequence[str]]], request_id: str) -> None:
-        """RESERVED: `(pool, rows, page keys)` of one unit, all or nothing.
+    def reserve(self, claims: Sequence[SlotClaim]) -> None:
+        """RESERVED: all that the units of one call want, or nothing: who is refused leaves no trace.
 
         Raises:
             ValueError: rows named twice, or held by another unit.
         """
-        wanted = [_with_slots(*each) for each in wanted]
-        for pool, rows, _ in wanted:
-            unique, counts = np.unique(rows, return_counts=True)
-            if len(unique) != len(rows):
-                raise ValueError(
-                    f"request {request_id!r}, pool {pool.name}: expected each page of slots once, "
-                    f"got page row {int(unique[counts > 1][0])} twice"
-                )
-            states = self._of(pool)[0][rows]
-            held = _is_active(states)
-            if held.any():
-                raise ValueError(
-                    f"request {request_id!r}, pool {pool.name}: expected slots that no unit holds, got page row "
-                    f"{int(rows[held][0])}, which is {SlotState(int(states[held][0])).name}"
-                )
-        for pool, rows, page_keys in wanted:
-            states, keys = self._of(pool)
-            states[rows] = SlotState.RESERVED
-            keys[rows] = [hash(key) for key in page_keys]
-            self._draftless[pool.name][rows] = False
+        wanted = [_with_slots(claim) for claim in claims]
+        taken: list[tuple[npt.NDArray[np.uint8], Rows, npt.NDArray[np.uint8]]] = []
+        try:
+            for claim in wanted:
+                self._check(claim)
+                states = self._of(claim.pool)[0]
+                taken.append((states, claim.rows, states[claim.rows]))
+                states[claim.rows] = SlotState.RESERVED
+        except ValueError:
+            for states, rows, before in taken:
+                states[rows] = before
+            raise
+        for claim in wanted:
+            self._of(claim.pool)[1][claim.rows] = [hash(key) for key in claim.keys]
+            self._draftless[claim.pool.name][claim.rows] = False
 
     def move(self, pool: DevicePool, rows: Rows, state: SlotState) -> None:
         """Put a unit's own slots into `state`; pages without slots have none."""
@@ -125,6 +130,21 @@ class SlotTable:
         """Page rows that are in one of `states`."""
         return sum(int(np.isin(table, states).sum()) for table in self._states.values())
 
+    def _check(self, claim: SlotClaim) -> None:
+        unique, counts = np.unique(claim.rows, return_counts=True)
+        if len(unique) != len(claim.rows):
+            raise ValueError(
+                f"request {claim.request_id!r}, pool {claim.pool.name}: expected each page of slots once, "
+                f"got page row {int(unique[counts > 1][0])} twice"
+            )
+        states = self._of(claim.pool)[0][claim.rows]
+        held = _is_active(states)
+        if held.any():
+            raise ValueError(
+                f"request {claim.request_id!r}, pool {claim.pool.name}: expected slots that no unit holds, got page "
+                f"row {int(claim.rows[held][0])}, which is {SlotState(int(states[held][0])).name}"
+            )
+
     def _of(self, pool: DevicePool) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
         if pool.name not in self._states:
             self._states[pool.name] = np.zeros(pool.num_pages, np.uint8)
@@ -133,8 +153,10 @@ class SlotTable:
         return self._states[pool.name], self._keys[pool.name]
 
 
-def _with_slots(pool: DevicePool, rows: Rows, page_keys: Sequence[str]) -> tuple[DevicePool, Rows, Sequence[str]]:
+def _with_slots(claim: SlotClaim) -> SlotClaim:
     """Without the pages that have no slots, which only pages before a trailing window may lack."""
-    if (rows >= 0).all():
-        return pool, rows, page_keys
-    return pool, rows[rows >= 0], [key for key, row in zip(page_keys, rows.tolist(), strict=True) if row >= 0]
+    named = claim.rows >= 0
+    if named.all():
+        return claim
+    keys = [key for key, has_row in zip(claim.keys, named.tolist(), strict=True) if has_row]
+    return claim._replace(rows=claim.rows[named], keys=keys)

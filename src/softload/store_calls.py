@@ -6,8 +6,9 @@ answer too few results, results of a wrong type, or byte counts that nobody aske
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 
@@ -17,7 +18,12 @@ from softload.protocols import Descriptor, PageStore, PutRefusal
 
 __all__ = ["StoreCalls"]
 
+T = TypeVar("T")
+
 _log = structlog.get_logger(__name__)
+
+_QUIET_SECONDS = 10.0
+"""Between two warnings of malformed answers of one method."""
 
 
 class StoreCalls:
@@ -25,6 +31,7 @@ class StoreCalls:
 
     def __init__(self, store: PageStore) -> None:
         self.store = store
+        self._warned: dict[str, float] = {}
 
     def register(self, pointer: int, nbytes: int) -> bool:
         """Make memory known to the transport; False where it refused, or raised."""
@@ -50,22 +57,15 @@ class StoreCalls:
 
     def exists(self, keys: Sequence[str]) -> list[bool | PageStatus]:
         """Whether each key is known, or why that is not known."""
-        return [
-            answer if isinstance(answer, bool) else _failure(answer)
-            for answer in self._call(self.store.exists, len(keys), keys)
-        ]
+        return self._call(self.store.exists, [None] * len(keys), _known, keys)
 
     def descriptors(self, keys: Sequence[str]) -> list[Descriptor | PageStatus]:
         """Each key's replica, or why there is none."""
-        return [
-            answer if isinstance(answer, Descriptor) and _is_count(answer.size) else _failure(answer)
-            for answer in self._call(self.store.descriptors, len(keys), keys)
-        ]
+        return self._call(self.store.descriptors, [None] * len(keys), _described, keys)
 
     def read(self, keys: Sequence[str], pointers: Sequence[int], sizes: Sequence[int]) -> list[PageStatus]:
         """Read whole objects: `LOADED` where exactly the object's bytes came."""
-        answers = self._call(self.store.read, len(keys), keys, pointers, sizes)
-        return [_moved(answer, size) for answer, size in zip(answers, sizes, strict=True)]
+        return self._call(self.store.read, sizes, _moved, keys, pointers, sizes)
 
     def read_ranges(
         self,
@@ -75,12 +75,12 @@ class StoreCalls:
         offsets: Sequence[Sequence[int]],
     ) -> list[PageStatus]:
         """Read ranges: `LOADED` where exactly the ranges' bytes came."""
-        answers = self._call(self.store.read_ranges, len(keys), keys, pointers, sizes, offsets)
-        return [_moved(answer, sum(wanted)) for answer, wanted in zip(answers, sizes, strict=True)]
+        totals = [sum(wanted) for wanted in sizes]
+        return self._call(self.store.read_ranges, totals, _moved, keys, pointers, sizes, offsets)
 
     def session_start(self, keys: Sequence[str]) -> list[PageStatus]:
         """Start sessions: `LOADED` where one is open."""
-        return [_moved(answer, 0) for answer in self._call(self.store.session_start, len(keys), keys)]
+        return self._call(self.store.session_start, [0] * len(keys), _moved, keys)
 
     def session_end(self, keys: Sequence[str]) -> None:
         """End sessions."""
@@ -88,19 +88,15 @@ class StoreCalls:
 
     def put_start(self, keys: Sequence[str], sizes: Sequence[int]) -> list[PutRefusal | PageStatus]:
         """Reserve objects: `LOADED` where that succeeded."""
-        return [
-            answer if isinstance(answer, PutRefusal) else _moved(answer, 0)
-            for answer in self._call(self.store.put_start, len(keys), keys, sizes)
-        ]
+        return self._call(self.store.put_start, [0] * len(keys), _reserved, keys, sizes)
 
     def put_write(self, keys: Sequence[str], pointers: Sequence[int], sizes: Sequence[int]) -> list[PageStatus]:
         """Write reserved objects: `LOADED` where exactly the object's bytes went."""
-        answers = self._call(self.store.put_write, len(keys), keys, pointers, sizes)
-        return [_moved(answer, size) for answer, size in zip(answers, sizes, strict=True)]
+        return self._call(self.store.put_write, sizes, _moved, keys, pointers, sizes)
 
     def put_end(self, keys: Sequence[str]) -> list[PageStatus]:
         """Make objects visible: `LOADED` where they are."""
-        return [_moved(answer, 0) for answer in self._call(self.store.put_end, len(keys), keys)]
+        return self._call(self.store.put_end, [0] * len(keys), _moved, keys)
 
     def put_revoke(self, keys: Sequence[str]) -> None:
         """Give reservations back."""
@@ -108,19 +104,40 @@ class StoreCalls:
 
     def remove(self, keys: Sequence[str], *, force: bool) -> list[PageStatus]:
         """Remove objects: `LOADED` where they are gone by this call."""
-        return [_moved(answer, 0) for answer in self._call(self.store.remove, len(keys), keys, force=force)]
+        return self._call(self.store.remove, [0] * len(keys), _moved, keys, force=force)
 
-    def _call(self, method: Callable[..., Any], count: int, *args: Any, **options: Any) -> Sequence[Any]:
-        if not count:
+    def _call(
+        self,
+        method: Callable[..., Any],
+        expected: Sequence[int | None],
+        judge: Callable[[object, int | None], T | PageStatus],
+        *args: Any,
+        **options: Any,
+    ) -> list[T | PageStatus]:
+        """Call, and judge each answer by what is `expected` of it: bytes moved, or ``None`` where none are."""
+        if not expected:
             return []
         try:
             answers = method(*args, **options)
         except Exception:
-            _log.exception(events.STORE_RAISED, method=getattr(method, "__name__", str(method)))
-            return [PageStatus.MALFORMED] * count
-        if not isinstance(answers, (list, tuple)) or len(answers) != count:
-            return [PageStatus.MALFORMED] * count
-        return answers
+            _log.exception(events.STORE_RAISED, method=_name(method))
+            return [PageStatus.MALFORMED] * len(expected)
+        if not isinstance(answers, (list, tuple)) or len(answers) != len(expected):
+            count = f" of {len(answers)}" if isinstance(answers, (list, tuple)) else ""
+            self._warn(method, expected=f"list of {len(expected)}", got=f"{type(answers).__name__}{count}")
+            return [PageStatus.MALFORMED] * len(expected)
+        judged = [judge(answer, wanted) for answer, wanted in zip(answers, expected, strict=True)]
+        for answer, wanted, status in zip(answers, expected, judged, strict=True):
+            if status is PageStatus.MALFORMED and answer is not PageStatus.MALFORMED:
+                self._warn(method, expected="an answer" if wanted is None else wanted, got=repr(answer)[:80])
+                break
+        return judged
+
+    def _warn(self, method: Callable[..., Any], *, expected: object, got: str) -> None:
+        name, now = _name(method), time.monotonic()
+        if now >= self._warned.get(name, now):
+            self._warned[name] = now + _QUIET_SECONDS
+            _log.warning(events.STORE_MALFORMED, method=name, expected=expected, got=got)
 
     def _quietly(self, method: Callable[[Sequence[str]], None], keys: Sequence[str]) -> None:
         if not keys:
@@ -128,7 +145,11 @@ class StoreCalls:
         try:
             method(keys)
         except Exception:
-            _log.exception(events.STORE_RAISED, method=getattr(method, "__name__", str(method)))
+            _log.exception(events.STORE_RAISED, method=_name(method))
+
+
+def _name(method: Callable[..., Any]) -> str:
+    return getattr(method, "__name__", str(method))
 
 
 def _is_count(value: object) -> bool:
@@ -139,8 +160,20 @@ def _failure(answer: object) -> PageStatus:
     return answer if isinstance(answer, PageStatus) and answer is not PageStatus.LOADED else PageStatus.MALFORMED
 
 
-def _moved(answer: object, expected: int) -> PageStatus:
+def _known(answer: object, _: int | None) -> bool | PageStatus:
+    return answer if isinstance(answer, bool) else _failure(answer)
+
+
+def _described(answer: object, _: int | None) -> Descriptor | PageStatus:
+    return answer if isinstance(answer, Descriptor) and _is_count(answer.size) else _failure(answer)
+
+
+def _moved(answer: object, expected: int | None) -> PageStatus:
     # bool is an int to isinstance: True would pass for one byte.
     if type(answer) is int and answer == expected:
         return PageStatus.LOADED
     return _failure(answer)
+
+
+def _reserved(answer: object, expected: int | None) -> PutRefusal | PageStatus:
+    return answer if isinstance(answer, PutRefusal) else _moved(answer, expected)

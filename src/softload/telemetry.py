@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from softload.outcomes import PageStatus, SaveStatus
@@ -32,6 +31,7 @@ class Counters:
     removed_corrupt: int = 0
     timed_out_calls: int = 0
     shared_objects: int = 0
+    second_reads: int = 0
     missed: Counter[PageStatus] = field(default_factory=Counter)
     saves: Counter[SaveStatus] = field(default_factory=Counter)
 
@@ -54,6 +54,7 @@ class Statistics:
         stuck_threads: threads in native calls that nobody waits for.
         queued_calls: calls that wait for a lane.
         shared_objects: objects that were wanted again while they were here or on their way, and not read again.
+        second_reads: objects that were read again for those who had joined a read that hangs.
         open_breakers: endpoints, and the master, to which nothing is sent.
         negative_keys: keys in the negative cache.
         suppressed_requests: requests whose lookups are answered 0 until they are computed.
@@ -75,6 +76,7 @@ class Statistics:
     removed_corrupt: int
     timed_out_calls: int
     shared_objects: int
+    second_reads: int
     landing_bytes: int
     landing_bytes_in_use: int
     kept_bytes: int
@@ -94,8 +96,3 @@ class Statistics:
     open_breakers: tuple[str, ...]
     negative_keys: int
     suppressed_requests: int
-
-
-def frozen_counts(counter: Counter[PageStatus]) -> Mapping[PageStatus, int]:
-    """A snapshot of missed pages."""
-    return MappingProxyType(dict(counter))

@@ -65,7 +65,7 @@ class UnitFetches:
         return True
 
     async def read(self, turn: Turn) -> None:
-        """Be granted landing memory, whole and in turn, then join what is on its way and queue reads of the rest."""
+        """Join what is on its way, be granted landing memory for the rest, whole and in turn, then queue its reads."""
         landing = self._context.landing
         await self._context.pacer.turn()
         wanted = self._objects()
@@ -74,13 +74,20 @@ class UnitFetches:
             self._pages.limit(pages - max(1, pages // 8), PageStatus.SHED)
             wanted = self._objects()
         self._pages.restrict_windows()
-        new = [(item, size) for item, size in wanted if self._context.reader.find(item.key) is None]
+        self._join()  # before asking for room: room is made by freeing what nobody holds
+        new = [(item, size) for item, size in wanted if item not in self._fetches]
+        if new and landing.sheds:
+            self._pages.limit(0, PageStatus.SHED)
+            self.prune()
+            new = []
         # Nothing to read waits for nobody: a miss is told at once, whoever queues for room.
         segments = landing.try_grant(_runs(new), self._share) if new else []
         if segments is None:
-            # What is here now need not be here when there is room, and who waits holds nothing: so room for all of it.
+            # Who waits holds nothing, and what is here now need not be here when there is room: so room for all of it.
+            self.let_go_all(keep=True)
             new = wanted
             segments = await landing.grant(_runs(new), self._share) or []
+            self._join()
         await self._assign(new, segments, turn)
 
     def take_over(self, source: UnitFetches) -> None:
@@ -101,6 +108,12 @@ class UnitFetches:
                 fetch = source.get(Wanted(match, page))
                 if fetch is not None:
                     self._hold(Wanted(column, page), fetch)
+
+    def replace(self, old: Fetch, new: Fetch) -> None:
+        """Hold another read of the same objects."""
+        self._wants[new] = self._wants.pop(old)
+        for wanted in self._wants[new]:
+            self._fetches[wanted] = new
 
     def prune(self, *, timed_out: bool = False) -> None:
         """Let go of what the unit's good pages do not need any more."""
@@ -128,15 +141,18 @@ class UnitFetches:
                 objects.append((wanted, self._size(wanted)))
         return objects
 
+    def _join(self) -> None:
+        """Hold what is here or on its way, all at once: it may be gone after the next await."""
+        for wanted in self._pages.needed():
+            fetch = self._context.reader.find(wanted.key)
+            if fetch is not None and wanted not in self._fetches:
+                self._context.counters.shared_objects += 1
+                self._hold(wanted, fetch)
+
     async def _assign(self, new: list[tuple[Wanted, int]], segments: list[Segment], turn: Turn) -> None:
         """Join or start every fetch, column by column: the first layers' reads are out before the last are planned."""
         spare = {wanted.key: segment for (wanted, _), segment in zip(new, segments, strict=True)}
         ranged: list[Part] = []
-        for wanted in self._pages.needed():  # all at once: what is here now may be gone after the next await
-            fetch = self._context.reader.find(wanted.key)
-            if fetch is not None:
-                self._context.counters.shared_objects += 1
-                self._hold(wanted, fetch)
         try:
             for column in list(self._pages.all_columns()):
                 parts: list[Part] = []
@@ -189,6 +205,8 @@ class UnitFetches:
         return parts
 
     def _hold(self, wanted: Wanted, fetch: Fetch) -> None:
+        if fetch.size != self._size(wanted):  # another object under the same key than the one that was admitted
+            self._adopt_size(wanted, fetch.size)
         self._context.reader.join(fetch, self._listener)
         self._fetches[wanted] = fetch
         self._wants.setdefault(fetch, []).append(wanted)
@@ -201,6 +219,13 @@ class UnitFetches:
         if not self._wants[fetch]:
             del self._wants[fetch]
         self._context.reader.leave(fetch, self._listener, timed_out=timed_out, keep=keep)
+
+    def _adopt_size(self, wanted: Wanted, size: int) -> None:
+        spec = wanted.column.spec
+        if size not in (spec.size, spec.target_size):
+            self._pages.mark_bad(wanted.column, wanted.page, PageStatus.WRONG_SIZE)
+        elif self._pages.draft_rides and size < spec.size:
+            self._pages.mark_without_draft(wanted.column, wanted.page)
 
     def _size(self, wanted: Wanted) -> int:
         descriptor = self.descriptors.get(wanted.key)

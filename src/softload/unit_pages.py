@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from softload.admission import draft_parts
 from softload.config import DraftPolicy
 from softload.context import Context
 from softload.geometry.group import ResolvedComponent
 from softload.outcomes import PageOutcome, PageStatus
-from softload.planning import Column, ComponentPages, columns, cut, needed_pages
+from softload.planning import Column, ComponentPages, cut, needed_pages, unit_parts
 from softload.transfer import HitPolicy, PoolName, TransferUnit
 
 __all__ = ["UnitPages", "Wanted"]
@@ -39,10 +38,9 @@ class UnitPages:
 
     def __init__(self, context: Context, unit: TransferUnit) -> None:
         self.request_id = unit.request_id
-        specs = dict(context.pools.specs(context.config.layout))
-        self.target = context.pools.resolve(unit.target, allow_partial=unit.partial, allow_missing_kv=unit.partial)
-        self.draft, self.draft_columns = draft_parts(context, unit, self.target)
-        self.columns = columns(self.target, specs, context.keys, draft=False)
+        parts = unit_parts(unit, context.pools, context.config.layout, context.keys)
+        self.target, self.columns = parts.target, parts.columns
+        self.draft, self.draft_columns = parts.draft, parts.draft_columns
         self.draft_is_packed = bool(self.draft) and not unit.draft
         # In the `page` layout a packed draft has no objects of its own: the target object's size tells if it is in.
         self.draft_rides = self.draft_is_packed and not self.draft_columns

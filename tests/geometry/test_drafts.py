@@ -16,10 +16,13 @@ from softload.geometry import (
     DraftMismatchError,
     DraftMode,
     attach_draft,
+    build_pool_group,
     plan_draft,
     without_unfit_draft,
 )
 from softload.transfer import PoolName
+
+from .engine_pools import PAGE, MLATokenToKVPool
 
 KV, INDEXER = PoolName.KV, PoolName.INDEXER
 PACKED, SIDECAR, NONE = DraftMode
@@ -160,3 +163,15 @@ def test_a_draft_that_does_not_fit_is_switched_off_and_said_so(make_pool: Any) -
     with structlog.testing.capture_logs() as logs:
         assert without_unfit_draft(lambda d: attach_draft(targets, d), draft()) != tuple(targets)
     assert logs == []
+
+
+def test_an_engines_own_draft_pools_can_be_switched_off_as_well() -> None:
+    target, fitting, other = MLATokenToKVPool(), MLATokenToKVPool(1), MLATokenToKVPool(1, page_size=8)
+
+    def build(pools: list[MLATokenToKVPool] | None) -> DevicePoolGroup:
+        return build_pool_group(target, PAGE, draft_pools=pools or ())
+
+    assert without_unfit_draft(build, [fitting]).has_draft
+    with structlog.testing.capture_logs() as logs:
+        assert not without_unfit_draft(build, [other]).has_draft
+    assert [entry["event"] for entry in logs] == ["draft.disabled"]

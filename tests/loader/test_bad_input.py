@@ -16,6 +16,7 @@ from softload import (
     LoaderConfig,
     PageLoader,
     PoolName,
+    SaveStatus,
     TransferUnit,
     open_store,
 )
@@ -240,3 +241,18 @@ async def test_use_before_and_after() -> None:
             with pytest.raises(IndexError, match="expected a layer from 0 to 4, got 5"):
                 async with loader.load([unit]) as handle:
                     await handle.layer(5)
+
+
+@pytest.mark.parametrize("second", [range(1, 3), range(2)])
+async def test_overlap_of_two_units_leaves_their_slots_as_they_were(second: range) -> None:
+    pools = make_pools()
+    async with opened(store(), pools) as loader:
+        await put(loader, pools, keys(3))
+        assert_outcome((await load(loader, pools.unit("good", keys(3), range(3))))["good"], 3)
+        units = [pools.unit("x", keys(2), range(2)), pools.unit("y", keys(2), second)]
+        with pytest.raises(ValueError, match="request 'y', pool kv: expected slots that no unit holds"):
+            async with loader.load(units):
+                pytest.fail("it was started")
+        report = await loader.save([pools.unit("again", keys(3), range(3))])
+        assert {page.status for page in report.outcomes["again"].pages} == {SaveStatus.PRESENT}
+        assert loader.statistics().held_slots == 0

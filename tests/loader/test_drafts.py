@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from softload import PageLoader, PageStatus, PoolName
+from softload import PageLoader, PageStatus, PoolName, SaveStatus
 from softload.geometry import DraftBuffers, DraftMismatchError, DraftMode, mla_pool_group
 from softload.testing import HangingStore, RecordingStore
 
@@ -155,36 +155,106 @@ async def test_packed_draft_that_was_never_stored(mode: dict[str, str], policy: 
         await settle(loader)
 
 
-async def test_missed_target_zeroes_the_sidecar_and_leaves_the_target() -> None:
-    pools = make_pools(draft=DraftMode.SIDECAR)
+@drafts
+async def test_slots_of_missed_pages_are_left_as_they_are(draft: DraftMode) -> None:
+    """The engine computes them, draft and all."""
+    pools = make_pools(draft=draft)
     async with opened(store(), pools) as loader:
-        outcome = (await load(loader, pools.unit("a", keys(4), range(4))))["a"]
+        await put(loader, pools, keys(3))
+        outcome = (await load(loader, pools.unit("a", keys(6), range(6))))["a"]
+        assert (outcome.restored_pages, outcome.draft_pages) == (3, 3)
+        pools.assert_rows_kept(range(3))
+        outcome = (await load(loader, pools.unit("b", keys(4, "other"), range(8, 12))))["b"]
         assert (outcome.restored_pages, outcome.draft_pages) == (0, 0)
-        assert all(pools.is_zero(row) for row in range(4))
-        pools.assert_rows_kept(draft=False)
-        pools.assert_rows_kept(range(4), draft=True)
+        pools.assert_rows_kept(range(3))
+        await settle(loader)
 
 
 async def test_zeroing_waits_for_the_engines_fence() -> None:
     pools = make_pools(draft=DraftMode.SIDECAR)
+    lying = LyingStore(store())
     opens, asked = threading.Event(), threading.Event()
 
     def fence() -> None:
         asked.set()
         opens.wait(10)
 
-    async with opened(store(), pools) as loader:
+    async with opened(lying, pools) as loader:
+        await put(loader, pools, keys(4))
+        lying.lie("descriptors", is_draft_of(DraftMode.SIDECAR, MODES[0], "k0"), PageStatus.NOT_FOUND)
         async with loader.load([pools.unit("a", keys(4), range(4), ready=fence)]) as handle:
             await eventually(asked.is_set)
             pools.assert_rows_kept()
             opens.set()
             await handle.report()
-        assert all(pools.is_zero(row) for row in range(4))
+        assert_draft(pools, keys(4), range(4), 0, 4)
         opens.clear()
         unit = pools.unit("b", keys(4), range(8, 12), ready=lambda: opens.wait(10), deadline=0.1)
         await load(loader, unit)
         pools.assert_rows_kept(range(4))
         opens.set()
+
+
+ROW_BYTES = PAGE_SIZE * 24
+"""Of one page in one buffer."""
+
+
+def zeroed(pools: Pools, rows: range) -> int:
+    """How many of the sidecar draft's pages in these rows hold zeros, counted in every buffer."""
+    views = [view for pool in pools.group.pools if pool.name is PoolName.DRAFT for view in pool.page_views]
+    return sum(not view[row].any() for view in views for row in rows)
+
+
+async def test_after_the_deadline_one_chunk_of_zeros_is_written_and_no_more() -> None:
+    pools = make_pools(draft=DraftMode.SIDECAR)
+    hanging = HangingStore(store())
+    async with opened(hanging, pools, copy_chunk_bytes=3 * ROW_BYTES) as loader:
+        await put(loader, pools, keys(20))
+        hanging.hold("read", lambda object_keys: any("draft" in key for key in object_keys))
+        async with loader.load([pools.unit("a", keys(20), range(20), deadline=1.0)]) as handle:
+            await arrived(hanging, "read")
+            assert (await handle.layer(LAYERS - 1)).live == {"a"}
+            assert await handle.draft() == {"a": 0}
+            outcome = (await handle.report()).outcomes["a"]
+        assert_outcome(outcome, 20)
+        assert outcome.draft_pages == 0
+        pools.assert_restored(keys(20), range(20), draft=False)
+        assert zeroed(pools, range(20)) == 3
+        # What is there is nobody's draft: it is not stored as one.
+        report = await loader.save([pools.unit("a", keys(20), range(20))])
+        draft_pages = [page for page in report.outcomes["a"].pages if page.component is PoolName.DRAFT]
+        assert {page.status for page in draft_pages} == {SaveStatus.REFUSED}
+        hanging.release()
+        await settle(loader)
+
+
+async def test_leaving_a_load_does_not_wait_for_the_zeros_of_a_long_draft() -> None:
+    pools = make_pools(draft=DraftMode.SIDECAR)
+    lying = LyingStore(store())
+    async with opened(lying, pools, copy_chunk_bytes=ROW_BYTES) as loader:
+        await put(loader, pools, keys(40))
+        lying.lie("descriptors", is_draft_of(DraftMode.SIDECAR, MODES[0], "k0"), PageStatus.NOT_FOUND)
+        async with loader.load([pools.unit("a", keys(40), range(40))]) as handle:
+            await handle.layer(LAYERS - 1)
+        assert_outcome((await handle.report()).outcomes["a"], 40)
+        assert zeroed(pools, range(40)) < 80
+        await settle(loader)
+
+
+async def test_a_load_that_was_never_admitted_writes_no_zeros() -> None:
+    pools = make_pools(draft=DraftMode.SIDECAR)
+    hanging = HangingStore(store())
+    async with opened(hanging, pools) as loader:
+        await put(loader, pools, keys(4))
+        hanging.hold("descriptors")
+        async with loader.load([pools.unit("a", keys(4), range(4), deadline=0.1)]) as handle:
+            assert (await handle.admitted())["a"] == 0
+            await handle.layer(LAYERS - 1)
+            assert await handle.draft() == {"a": 0}
+            assert_outcome((await handle.report()).outcomes["a"], 0, PageStatus.TIMED_OUT)
+        pools.assert_rows_kept()
+        hanging.release()
+        await settle(loader)
 
 
 @modes

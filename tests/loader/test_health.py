@@ -13,6 +13,8 @@ from .doubles import LyingStore
 from .harness import (
     MODE_IDS,
     MODES,
+    any_of,
+    arrived,
     assert_outcome,
     eventually,
     is_of,
@@ -253,6 +255,24 @@ async def test_failed_request_looks_up_nothing_until_it_is_computed(mode: dict[s
         assert (await loader.lookup(unit)).pages == 4
 
 
+async def test_failed_prefetch_is_counted_once_and_looks_up_nothing() -> None:
+    pools = make_pools()
+    lying = LyingStore(store())
+    async with opened(lying, pools) as loader:
+        await put(loader, pools, keys(4))
+        lying.lie("descriptors", is_of("k2"), PageStatus.NOT_READY)
+        async with loader.prefetch([pools.unit("a", keys(4))]) as prefetch:
+            assert (await prefetch.landed())["a"] == 2
+            await prefetch.place([pools.unit("a", keys(2), range(2))])
+        async with loader.prefetch([pools.unit("b", keys(4)[2:])]) as prefetch:
+            assert (await prefetch.landed())["b"] == 0
+        now = loader.statistics()
+        assert (now.requested_pages, now.restored_pages) == (6, 2)
+        assert dict(now.missed_pages) == {PageStatus.NOT_READY: 2, PageStatus.AFTER_MISS: 2}
+        for request in ("a", "b"):
+            assert (await loader.lookup(pools.unit(request, keys(4)))).status is PageStatus.SUPPRESSED
+
+
 async def test_a_probe_that_is_not_sent_gives_its_permit_back(clock: list[float]) -> None:
     """The endpoint's one probe is admitted with a unit that then reads nothing: the next one may probe."""
     pools = make_pools()
@@ -282,3 +302,54 @@ async def test_slow_master_counts_when_its_waiter_gives_up() -> None:
         assert loader.statistics().open_breakers == ("master",)
         hanging.release()
         await eventually(lambda: not loader.statistics().stuck_threads)
+
+
+async def test_an_old_read_that_misses_lets_no_second_probe_through(clock: list[float]) -> None:
+    pools = make_pools(layers=1)
+    lying = LyingStore(store())
+    old_reads = HangingStore(lying)
+    hanging = HangingStore(old_reads)
+    recording = RecordingStore(hanging)
+    async with opened(recording, pools) as loader:
+        for page in ("old", "bad0", "bad1", "bad2", "probe", "second"):
+            await put(loader, pools, [page])
+        old_reads.hold("read", any_of("old"))
+        hanging.hold("read", any_of("probe"))
+        lying.lie("read", is_of("bad0", "bad1", "bad2"), PageStatus.TRANSFER_FAILED)
+        lying.lie("read", is_of("old"), PageStatus.NOT_FOUND)
+        try:
+            async with loader.load([pools.unit("old", ["old"], [0])]) as old:
+                await arrived(old_reads, "read")
+                for request in range(3):
+                    await load(loader, pools.unit(f"bad{request}", [f"bad{request}"], [1]))
+                assert loader.statistics().open_breakers == ("memory",)
+                clock[0] += 1.5
+                async with loader.load([pools.unit("probe", ["probe"], [2])]) as probe:
+                    await arrived(hanging, "read")
+                    old_reads.release()
+                    assert_outcome((await old.report()).outcomes["old"], 0, PageStatus.NOT_FOUND)
+                    second = (await load(loader, pools.unit("second", ["second"], [3])))["second"]
+                    assert_outcome(second, 0, PageStatus.SUPPRESSED)
+                    hanging.release()
+                    assert_outcome((await probe.report()).outcomes["probe"], 1)
+            assert loader.statistics().open_breakers == ()
+        finally:
+            old_reads.release()
+            hanging.release()
+        await settle(loader)
+
+
+async def test_a_probe_that_fails_is_over_when_its_load_is(clock: list[float]) -> None:
+    pools = make_pools()
+    lying = LyingStore(store())
+    async with opened(lying, pools) as loader:
+        for request in range(5):
+            await put(loader, pools, [f"r{request}"])
+        lying.lie("read", matches_all, PageStatus.TRANSFER_FAILED)
+        for request in range(4):
+            await load(loader, pools.unit(f"r{request}", [f"r{request}"], [0]))
+            clock[0] += 1.5 if request == 2 else 0
+        lying.be_honest()
+        clock[0] += 3
+        assert_outcome((await load(loader, pools.unit("r4", ["r4"], [0])))["r4"], 1)
+        assert loader.statistics().open_breakers == ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from softload import PageStatus
+from softload import PageStatus, SaveStatus
 from softload.testing import HangingStore, RecordingStore
 
 from .doubles import LyingStore
@@ -204,4 +204,34 @@ async def test_leaving_before_it_landed(mode: dict[str, str]) -> None:
             async with loader.prefetch([pools.unit("a", keys(4))]):
                 await arrived(hanging, method)
         hanging.release()
+        await settle(loader)
+
+
+async def test_request_twice_in_one_place_is_refused_and_touches_nothing() -> None:
+    pools = make_pools()
+    async with opened(store(), pools) as loader:
+        await put(loader, pools, keys(4))
+        async with loader.prefetch([pools.unit("a", keys(4))]) as handle:
+            await handle.landed()
+            with pytest.raises(ValueError, match="expected every request once, got 'a' twice"):
+                await handle.place([pools.unit("a", keys(4), range(4)), pools.unit("a", keys(4), range(8, 12))])
+            pools.assert_rows_kept()
+            assert_outcome((await handle.place([pools.unit("a", keys(4), range(4))])).outcomes["a"], 4)
+        await settle(loader)
+
+
+async def test_refused_place_leaves_slots_and_bytes_as_they_were() -> None:
+    """Other keys than the prefetched ones: slots that hold good pages may still be saved, and bytes still be placed."""
+    pools = make_pools()
+    async with opened(store(), pools) as loader:
+        await put(loader, pools, keys(4))
+        assert_outcome((await load(loader, pools.unit("good", keys(4), range(4))))["good"], 4)
+        async with loader.prefetch([pools.unit("a", keys(4))]) as handle:
+            await handle.landed()
+            with pytest.raises(ValueError, match="expected the prefetched page keys"):
+                await handle.place([pools.unit("a", keys(4, "other"), range(4))])
+            report = await loader.save([pools.unit("again", keys(4), range(4))])
+            assert {page.status for page in report.outcomes["again"].pages} == {SaveStatus.PRESENT}
+            assert_outcome((await handle.place([pools.unit("a", keys(4), range(8, 12))])).outcomes["a"], 4)
+            pools.assert_restored(keys(4), range(8, 12))
         await settle(loader)

@@ -287,3 +287,153 @@ async def test_one_of_many_waiters_cancelled_leaves_the_others_served() -> None:
             page.status for report in reports for unit in report.outcomes.values() for page in unit.pages
         )
         assert statuses == {SaveStatus.SAVED: 2, SaveStatus.PRESENT: 2}
+
+
+async def test_staged_is_told_once_for_each_unit_whatever_happens() -> None:
+    """Saved, shed, refused, nothing to save, timed out, and those behind a unit at which the save was cancelled."""
+    pools = make_pools()
+    hanging = HangingStore(store())
+    told: list[str] = []
+    entered, opens = threading.Event(), threading.Event()
+
+    def fence() -> None:
+        entered.set()
+        opens.wait(10)
+
+    async with opened(hanging, pools) as loader:
+        await load(loader, pools.unit("missed", keys(2, "missed"), range(2)))
+        units = [
+            pools.unit("refused", keys(2, "missed"), range(2)),
+            pools.unit("good", keys(2), range(2, 4)),
+            pools.unit("present", keys(2), range(2, 4)),
+            pools.unit("late", keys(2, "late"), range(4, 6), deadline=0.0),
+            pools.unit("empty", (), ()),
+        ]
+        await loader.save(units, staged=lambda unit: told.append(unit.request_id))
+        assert told == ["refused", "good", "present", "late", "empty"]
+
+        told.clear()
+        waiting = pools.unit("waiting", keys(2, "w"), range(6, 8), ready=fence)
+        try:
+            async with anyio.create_task_group() as tasks:
+
+                async def save() -> None:
+                    behind = [pools.unit(f"behind{n}", keys(2, f"b{n}"), range(8, 10)) for n in range(2)]
+                    await loader.save([waiting, *behind], staged=lambda unit: told.append(unit.request_id))
+
+                tasks.start_soon(save)
+                await eventually(entered.is_set)
+                assert told == []
+                tasks.cancel_scope.cancel()
+        finally:
+            opens.set()
+        assert told == ["waiting", "behind0", "behind1"]
+
+        told.clear()
+        bad = pools.unit("bad", keys(2), range(3))
+        with pytest.raises(ValueError, match="expected 8 token slots"):
+            await loader.save([waiting, bad], staged=lambda unit: told.append(unit.request_id))
+        assert told == ["waiting", "bad"]
+        await settle(loader)
+
+
+async def test_request_twice_in_one_save_is_refused() -> None:
+    pools = make_pools()
+    recording = RecordingStore(store())
+    async with opened(recording, pools) as loader:
+        recording.clear()
+        with pytest.raises(ValueError, match="expected every request once, got 'a' twice"):
+            await loader.save([pools.unit("a", keys(2), range(2)), pools.unit("a", keys(2, "x"), range(2, 4))])
+        assert recording.calls == ()
+
+
+async def test_deadlines_of_the_units_of_a_save_run_side_by_side() -> None:
+    pools = make_pools()
+    hanging = HangingStore(store())
+    async with opened(hanging, pools, save_deadline=0.4) as loader:
+        hanging.hold("put_write")
+        started = anyio.current_time()
+        report = await loader.save([pools.unit(f"r{n}", keys(2, f"r{n}"), range(2 * n, 2 * n + 2)) for n in range(5)])
+        assert anyio.current_time() - started < 1.2
+        statuses = {page.status for outcome in report.outcomes.values() for page in outcome.pages}
+        assert statuses == {SaveStatus.TIMED_OUT}
+        assert loader.statistics().stuck_threads == 1, "a unit that is late already starts no call"
+        hanging.release()
+        await settle(loader)
+
+
+async def test_drain_waits_for_saves() -> None:
+    pools = make_pools()
+    hanging = HangingStore(store())
+    ended: list[str] = []
+    async with opened(hanging, pools) as loader, anyio.create_task_group() as tasks:
+        hanging.hold("put_write")
+
+        async def save() -> None:
+            await loader.save([pools.unit("a", keys(2), range(2))])
+            ended.append("save")
+
+        async def drain() -> None:
+            await loader.drain()
+            ended.append("drain")
+
+        tasks.start_soon(save)
+        await arrived(hanging, "put_write")
+        tasks.start_soon(drain)
+        await anyio.wait_all_tasks_blocked()
+        assert ended == []
+        hanging.release()
+        await eventually(lambda: len(ended) == 2)
+
+
+async def test_closing_answers_a_save_of_many_units() -> None:
+    pools = make_pools()
+    hanging = HangingStore(store())
+    reports = []
+    async with anyio.create_task_group() as tasks:
+        async with opened(hanging, pools) as loader:
+            hanging.hold("put_write")
+
+            async def save() -> None:
+                units = [pools.unit(f"r{n}", keys(2, f"r{n}"), range(2 * n, 2 * n + 2)) for n in range(3)]
+                reports.append(await loader.save(units))
+
+            tasks.start_soon(save)
+            await arrived(hanging, "put_write")
+        with anyio.fail_after(5):
+            await eventually(lambda: bool(reports))
+    assert set(reports[0].outcomes) == {"r0", "r1", "r2"}
+
+
+@pytest.mark.parametrize("family", ["draft", "alone"])
+async def test_computed_takes_what_can_be_iterated_once(family: str) -> None:
+    pools = make_pools(draft=DraftMode.SIDECAR if family == "draft" else None)
+    async with opened(store(), pools) as loader:
+        unit = pools.unit("a", keys(4), range(4))
+        assert_outcome((await load(loader, unit))["a"], 0)
+        loader.computed(unit, (page for page in (0, 2, 99)))
+        statuses = [(page.component, page.status) for page in (await loader.save([unit])).outcomes["a"].pages]
+        for component in {name for name, _ in statuses}:
+            assert [status for name, status in statuses if name is component] == [
+                SaveStatus.SAVED,
+                SaveStatus.REFUSED,
+                SaveStatus.SAVED,
+                SaveStatus.REFUSED,
+            ]
+        with pytest.raises(ValueError, match="computed pages of 0 or more, got -1"):
+            loader.computed(unit, [0, -1])
+        with pytest.raises(ValueError, match="computed pages of 0 or more, got -3"):
+            loader.computed(unit, -3)
+
+
+async def test_forgotten_request_may_look_up_again() -> None:
+    pools = make_pools()
+    lying = LyingStore(store())
+    async with opened(lying, pools) as loader:
+        await put(loader, pools, keys(4))
+        lying.lie("read", is_of("k0"), PageStatus.NOT_FOUND)
+        unit = pools.unit("a", keys(4), range(4))
+        assert_outcome((await load(loader, unit))["a"], 0)
+        assert (await loader.lookup(unit)).status is PageStatus.SUPPRESSED
+        loader.forget("a")
+        assert (await loader.lookup(unit)).status is not PageStatus.SUPPRESSED

@@ -112,6 +112,35 @@ async def test_a_lost_draft_costs_what_the_policy_says(draft: DraftKind, policy:
         assert figures["draft_dropped"] > 0
 
 
+@pytest.mark.parametrize("shape", ["dsv4-flash/256", "glm-5.2/64", "deepseek-v3.2/64"])
+@pytest.mark.parametrize("draft", [DraftKind.PACKED, DraftKind.SIDECAR])
+async def test_sparse_models_with_drafts(shape: str, draft: DraftKind) -> None:
+    figures = await run(shape=shape, draft=draft, requests=12)
+    assert_clean(figures)
+    assert figures["draft_pages"] == figures["restored_pages"] > 0
+    # A window is stored where every second page ends.
+    assert figures["restored_pages"] >= 0.7 * figures["lru_bound_pages"]
+
+
+@pytest.mark.parametrize("admission", AdmissionMode)
+@pytest.mark.parametrize("draft", [DraftKind.PACKED, DraftKind.SIDECAR])
+@pytest.mark.parametrize("layout", Layout)
+async def test_faults_among_windows(admission: AdmissionMode, draft: DraftKind, layout: Layout) -> None:
+    faults = ["remove=0.001", "late=0.003", "evict=0.001"]
+    if layout is Layout.GROUPED:  # objects of `page` have no digests
+        faults += ["corrupt=0.001", "draft-loss=0.02"]
+    figures = await run(
+        shape="dsv4-flash/256",
+        draft=draft,
+        layout=layout,
+        requests=12,
+        admission=admission,
+        faults=tuple(faults),
+        integrity=Integrity.FULL,
+    )
+    assert_clean(figures)  # how much is restored depends on which of the first, shared pages the faults hit
+
+
 async def test_a_full_store_costs_hits_only() -> None:
     figures = await run(store="memory://?capacity=8MiB&lease=200ms")
     assert_clean(figures)
@@ -153,7 +182,7 @@ async def test_digests_keep_wrong_bytes_out(monkeypatch: pytest.MonkeyPatch) -> 
     ("settings", "message"),
     [
         ({"requests": 0}, "requests: expected at least 1, got 0"),
-        ({"shape": "glm-5.2"}, "needs pool families of a later release"),
+        ({"shape": "glm-5.2/x"}, "shape: expected glm-5.2/FACTOR with a factor of 1 or more, got 'glm-5.2/x'"),
         ({"speed": 0.0}, "speed: expected a factor above 0, got 0.0"),
         ({"layer_time": -1.0}, "layer_time: expected 0 or more seconds, got -1.0"),
         ({"max_running": 0}, "max_running: expected at least 1, got 0"),

@@ -119,7 +119,8 @@ class CheckedWorld(World):
         for page in range(restored):
             draft = "any"
             if self.draft is not DraftMode.NONE:
-                draft = "good" if page < outcome.draft_pages else "zero"
+                # Zeros, but for what a cancel or the deadline left of the draft: one chunk of them is written then.
+                draft = "good" if page < outcome.draft_pages else "any"
             self.engine.check_page(request.rows[page], request.keys[page], draft)
         for pool in self.engine.pools.pools:
             good = outcome.draft_pages if pool.name.is_draft else restored
@@ -155,7 +156,7 @@ class CheckedWorld(World):
         self.touchable = active
         for held in self.cache:
             for page, (row, key) in enumerate(zip(held.rows, held.keys, strict=True)):
-                draft = "any" if self.draft is DraftMode.NONE else "zero" if page in held.zero_draft else "good"
+                draft = "any" if self.draft is DraftMode.NONE or page in held.zero_draft else "good"
                 self.engine.check_page(row, key, draft)
 
     def _check_segments(self) -> None:

@@ -40,7 +40,7 @@ def store(machine: LoaderMachine, length: int = 4) -> None:
 
 
 @pytest.mark.parametrize(("case", "only"), [("grouped-sidecar", "draft"), ("grouped-packed", ".d0")])
-def test_a_load_left_before_its_draft_came_holds_zeros_there(case: str, only: str) -> None:
+def test_a_load_left_before_its_draft_came_keeps_the_target(case: str, only: str) -> None:
     with told(case) as machine:
         store(machine)
         do(machine, lambda: machine.hold("read", only, 0), lambda: machine.load([(0, 4)], None, False))

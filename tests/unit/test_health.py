@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from softload.health import Breaker, Health, NegativeCache
+from softload.health import MAX_ENDPOINTS, Breaker, Health, NegativeCache, Permit
 from softload.outcomes import PageStatus
 
 
@@ -28,13 +28,18 @@ def opened(clock: ManualClock, jitter: float = 0.5) -> Breaker:
     return breaker
 
 
+def permit(breaker: Breaker) -> Permit:
+    allowed = breaker.allows()
+    assert allowed is not None and allowed.is_probe == breaker.is_open
+    return allowed
+
+
 @given(st.lists(st.booleans(), max_size=30))
 def test_it_opens_when_three_of_the_last_five_outcomes_are_outages(outcomes: list[bool]) -> None:
     breaker = Breaker("owner", ManualClock(), lambda: 0.5)
     last: deque[bool] = deque(maxlen=5)
     for good in outcomes:
-        assert breaker.allows()
-        breaker.record(good)
+        breaker.record(good, permit(breaker))
         last.append(good)
         expected = last.count(False) >= 3 and not good
         assert breaker.is_open == expected
@@ -51,11 +56,10 @@ def test_the_cool_down_doubles_from_one_to_thirty_seconds(jitter: float) -> None
         clock.now += wait - 0.001
         assert breaker.refuses and not breaker.allows()
         clock.now += 0.002
-        assert not breaker.refuses and breaker.allows()
-        breaker.record(False)
+        assert not breaker.refuses
+        breaker.record(False, permit(breaker))
     clock.now += 60
-    assert breaker.allows()
-    breaker.record(True)
+    breaker.record(True, permit(breaker))
     assert not breaker.is_open
     for _ in range(3):
         breaker.record(False)
@@ -67,12 +71,50 @@ def test_there_is_one_probe_at_a_time_and_its_permit_comes_back() -> None:
     clock = ManualClock()
     breaker = opened(clock)
     clock.now += 2
-    assert breaker.allows()
+    first = permit(breaker)
     assert not breaker.allows() and breaker.refuses
-    breaker.give_back()
-    assert breaker.allows()
+    first.give_back()
+    second = permit(breaker)
+    breaker.record(True, second)
+    assert not permit(breaker).is_probe and not permit(breaker).is_probe
+
+
+def test_only_the_probes_holder_ends_it() -> None:
+    clock = ManualClock()
+    breaker = Breaker("owner", clock, lambda: 0.5)
+    early = permit(breaker)
+    breaker.record(False, permit(breaker))
+    for _ in range(2):
+        breaker.record(False)
+    clock.now += 2
+    probe = permit(breaker)
+    early.give_back()
+    assert breaker.refuses, "a call from before it opened is not the probe"
+    breaker.record(False, early)
+    clock.now += 3
+    assert breaker.refuses, "the probe is still out, whatever others find"
+    probe.give_back()
+    again = permit(breaker)
+    probe.give_back()
+    assert breaker.refuses, "giving back twice does no harm"
+    again.give_back()
+    assert not breaker.refuses
+
+
+def test_a_good_call_closes_it_also_while_a_probe_is_out() -> None:
+    clock = ManualClock()
+    breaker = opened(clock)
+    clock.now += 2
+    probe = permit(breaker)
     breaker.record(True)
-    assert breaker.allows() and breaker.allows()
+    assert not breaker.is_open
+    for _ in range(3):
+        breaker.record(False)
+    clock.now += 2
+    other = permit(breaker)
+    probe.give_back()
+    assert breaker.refuses
+    other.give_back()
 
 
 def test_a_look_takes_no_permit() -> None:
@@ -93,22 +135,25 @@ def test_outages_of_calls_from_before_it_opened_do_not_keep_it_open() -> None:
     assert not breaker.refuses
 
 
-@given(st.lists(st.sampled_from(["good", "bad", "ask", "back", "wait"]), max_size=60), st.floats(0, 1))
+@given(st.lists(st.sampled_from(["good", "bad", "ask", "back", "end", "wait"]), max_size=60), st.floats(0, 1))
 def test_whatever_happens_the_next_probe_is_never_more_than_its_cool_down_away(steps: list[str], jitter: float) -> None:
     clock = ManualClock()
     breaker = Breaker("owner", clock, lambda: jitter)
-    permits = 0
+    permits: list[Permit] = []
     for step in steps:
         if step == "ask":
-            permits += breaker.allows() and breaker.is_open
+            permits += [allowed for allowed in [breaker.allows()] if allowed is not None]
         elif step == "wait":
             clock.now += 5
-        elif step == "back":
-            breaker.give_back()
-        else:
+        elif step == "back" and permits:
+            permits.pop(0).give_back()
+        elif step == "end" and permits:
+            breaker.record(False, permits.pop())
+        elif step in ("good", "bad"):
             breaker.record(step == "good")
             assert not (step == "good" and breaker.is_open)
-    breaker.give_back()
+    for allowed in permits:
+        allowed.give_back()
     clock.now += 30 * 1.25 + 0.001
     assert breaker.allows()
 
@@ -185,3 +230,23 @@ def test_sessions_are_void_once_the_master_is_back_and_only_then() -> None:
     health.record_master([PageStatus.LOADED])
     health.record_master([PageStatus.LOADED])
     assert len(back) == 1
+
+
+def test_an_endpoint_may_be_called_as_the_master_is() -> None:
+    health = Health()
+    for _ in range(3):
+        health.endpoint("master").record(False)
+    assert health.endpoint("master").is_open and not health.master.is_open
+    assert health.statistics().open_breakers == ("master",)
+
+
+def test_endpoints_that_came_and_went_are_forgotten_and_open_breakers_last() -> None:
+    health = Health()
+    for _ in range(3):
+        health.endpoint("broken").record(False)
+    used = health.endpoint("used")
+    for owner in range(2 * MAX_ENDPOINTS):
+        health.endpoint(f"owner-{owner}").record(False)
+        assert health.endpoint("used") is used
+    assert health.statistics().open_breakers == ("broken",)
+    assert len(health._endpoints) == MAX_ENDPOINTS

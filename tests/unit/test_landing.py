@@ -283,3 +283,21 @@ def test_kept_bytes_are_reclaimed_before_anybody_waits() -> None:
     kept += memory.try_grant([(UNIT, 40)], Share.PREFETCH) or []
     assert len(kept) == 40
     assert memory.try_grant([(UNIT, 50)], Share.STREAMING) is not None
+
+
+@pytest.mark.asyncio
+async def test_everybody_who_waits_for_the_quarantine_to_end_is_told() -> None:
+    memory = LandingMemory(64 * UNIT)
+    for _ in range(2):  # and again the next time
+        segments = memory.try_grant([(UNIT, 2)], Share.STREAMING)
+        assert segments is not None
+        for segment in segments:
+            segment.state = SegmentState.IN_FLIGHT
+            memory.quarantine(segment, "owner")
+        async with anyio.create_task_group() as tasks:
+            for segment in segments:
+                for _ in range(2):
+                    tasks.start_soon(memory.wait_none_quarantined)
+                await anyio.wait_all_tasks_blocked()
+                memory.release(segment)
+        await memory.wait_none_quarantined()

@@ -11,7 +11,9 @@ import anyio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
+from softload import events, native_calls
 from softload.native_calls import CallGroup, NativeCall, RefusedError
 
 asynchronous = pytest.mark.asyncio
@@ -169,6 +171,26 @@ async def test_what_a_call_raises_reaches_who_waits() -> None:
     group.close()
 
 
+class Panic(BaseException):
+    """As Rust extensions raise."""
+
+
+@asynchronous
+@pytest.mark.parametrize("raised", [SystemExit(3), KeyboardInterrupt(), Panic("at lib.rs")])
+async def test_what_is_no_exception_reaches_who_waits_as_one(raised: BaseException) -> None:
+    group = CallGroup("panicking", width=1, max_stuck=0)
+
+    def fail() -> None:
+        raise raised
+
+    with anyio.fail_after(10), pytest.raises(RuntimeError, match=type(raised).__name__) as caught:
+        await group.run(fail)
+    assert caught.value.__cause__ is raised
+    assert await group.run(lambda: "well") == "well", "the lane is none the worse"
+    assert group.statistics().running == 0
+    group.close()
+
+
 @asynchronous
 async def test_a_call_that_returns_after_close_is_still_accounted_for_and_its_thread_ends() -> None:
     group = CallGroup("closed", width=1, max_stuck=0)
@@ -289,3 +311,27 @@ async def _exercise(width: int, max_stuck: int, steps: list[str]) -> None:
     assert all(returns.get(id(call), 0) == (call.started_at is not None) for call, _ in every)
     group.close()
     assert group.statistics().threads == 0
+
+
+@asynchronous
+async def test_calls_that_do_not_come_back_are_told_once_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_calls, "_STUCK_SECONDS", 0.05)
+    group = CallGroup("lost", width=3, max_stuck=3)
+    with held(3) as functions, capture_logs() as logs:
+        calls = [submit(group, function) for function in functions]
+        functions[0].let_go()
+        for call, _ in calls:
+            call.abandon()
+        await calls[0][1].wait()  # most of those that nobody waits for come back a moment later
+        with anyio.fail_after(5):
+            while not logs:  # noqa: ASYNC110
+                await anyio.sleep(0.01)
+        await anyio.sleep(0.15)
+        (told,) = logs
+        assert (told["event"], told["log_level"]) == (events.THREAD_STUCK, "warning")
+        assert (told["group"], told["stuck"], told["replaced_up_to"]) == ("lost", 2, 3)
+        assert told["seconds"] >= 0.05
+    for _, returned in calls:
+        await returned.wait()
+    assert group.statistics().stuck == 0
+    group.close()

@@ -103,3 +103,16 @@ async def test_a_start_that_answers_after_everybody_left_is_ended(cancelled: boo
         store.release()
         await all_ended(sessions, memory)
         assert sessions.statistics().opened == 1
+
+
+async def test_everybody_who_waits_for_the_last_session_to_end_is_told() -> None:
+    async with table(max_stuck=2) as (sessions, _, memory):
+        first, second = await opened(sessions, "a"), await opened(sessions, "b")
+        with anyio.fail_after(10):
+            async with anyio.create_task_group() as tasks:
+                for session in (first, second):
+                    for _ in range(2):
+                        tasks.start_soon(sessions.wait_none_open)
+                    await anyio.wait_all_tasks_blocked()
+                    sessions.release([session])
+        await all_ended(sessions, memory)

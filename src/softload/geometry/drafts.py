@@ -16,6 +16,7 @@ from softload.transfer import PoolName
 __all__ = ["DraftBuffers", "DraftMismatchError", "DraftMode", "attach_draft", "plan_draft", "without_unfit_draft"]
 
 T = TypeVar("T")
+D = TypeVar("D")
 
 _log = structlog.get_logger(__name__)
 
@@ -106,12 +107,13 @@ def attach_draft(
     return (*targets, *(_sidecar(pool, draft.pools[pool.name]) for pool in targets if pool.name in draft.pools))
 
 
-def without_unfit_draft(build: Callable[[DraftBuffers | None], T], draft: DraftBuffers | None) -> T:
+def without_unfit_draft(build: Callable[[D | None], T], draft: D | None) -> T:
     """Build with the draft, or, where it does not fit, without it and with one warning: the target works all the same.
 
     Args:
-        build: what makes the pools, `functools.partial(build_pool_group, kvcache, page_size)` for example.
-        draft: the draft's tensors.
+        build: what makes the pools, `lambda drafts: build_pool_group(kvcache, page_size, draft_pools=drafts or ())` for
+            example.
+        draft: what `build` makes them with, `DraftBuffers` or an engine's own pools; it gets ``None`` for no draft.
 
     Raises:
         ValueError: the target itself does not fit.

@@ -20,6 +20,7 @@ __all__ = ["POISON", "PageContents"]
 POISON = 0xDB
 """What every byte of a slot is set to when the slot is released."""
 
+_POISON_WORD = np.uint64(int.from_bytes(bytes([POISON]) * 8))
 _CHUNK_BYTES = 512 << 10  # stays in a core's second-level cache
 _WORD = np.dtype("<u8")
 
@@ -71,11 +72,18 @@ class PageContents:
                 _add_nonzero_bytes(words[pages[part]], counts[part])
         return counts
 
+    def unpoisoned(self, pages: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Count, per page, the bytes that are not `POISON`; shape ``[pages]``."""
+        counts = np.zeros(len(pages), dtype=np.int64)
+        for words in self._buffers:
+            for part in _chunks(len(pages), words.shape[1]):
+                _add_nonzero_bytes(words[pages[part]] ^ _POISON_WORD, counts[part])
+        return counts
+
     def poison(self, pages: NDArray[np.int64]) -> None:
         """Overwrite the rows `pages` of all buffers with `POISON`, so that a stale slot is found."""
-        word = np.uint64(int.from_bytes(bytes([POISON]) * 8))
         for words in self._buffers:
-            words[pages] = word
+            words[pages] = _POISON_WORD
 
     def _expected(
         self, pages: NDArray[np.int64], key_seeds: NDArray[np.uint64]

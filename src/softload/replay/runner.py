@@ -20,7 +20,7 @@ from softload.geometry import DevicePoolGroup
 from softload.keys import KeySpace
 from softload.loader import PageLoader
 from softload.protocols import PageStore
-from softload.replay.engine_memory import EngineMemory
+from softload.replay.engine_memory import KEPT_SHARE, EngineMemory
 from softload.replay.jobs import Job
 from softload.replay.ledger import Ledger
 from softload.replay.lru_bound import LruBound
@@ -33,6 +33,7 @@ from softload.replay.trace import TraceRequest
 from softload.stores import open_store, parse_size
 from softload.telemetry import Statistics
 from softload.testing.faults import FaultyStore
+from softload.transfer import PoolName
 
 __all__ = ["ZEROS", "is_clean", "replay"]
 
@@ -94,6 +95,7 @@ async def replay(
                         tasks.start_soon(_watch, metrics, len(requests), progress)
                         tasks.start_soon(_keep_heap_small)
                         await scheduler.run(jobs)
+                        metrics.rss_mid = metrics.rss_mid or resident_bytes()  # over before anybody looked
                         tasks.cancel_scope.cancel()
                     wall = time.perf_counter() - started
                 await loader.drain()
@@ -192,7 +194,12 @@ def _store_pages(url: str, pools: DevicePoolGroup, layout: Layout) -> int | None
         capacity = _DEFAULT_STORE_BYTES[parts.scheme]
     else:
         return None
-    return capacity // sum(spec.size for specs in pools.specs(layout).values() for spec in specs)
+    page = sum(
+        spec.size * (KEPT_SHARE if pools.pool(name).index_source is PoolName.SWA else 1)
+        for name, specs in pools.specs(layout).items()
+        for spec in specs
+    )
+    return int(capacity / page)
 
 
 def _key_space(pools: DevicePoolGroup, config: LoaderConfig) -> KeySpace:

@@ -284,9 +284,10 @@ class Scheduler:
     async def _save(self, job: Job) -> None:
         try:
             if job.computed_keys:
-                unit = self._memory.unit(job.request_id, job.computed_keys, job.slots()[job.restored :])
-                self._loader.computed(unit, len(job.computed_keys))
+                slots = job.slots()[job.restored :]
+                self._loader.computed(self._memory.unit(job.request_id, job.computed_keys, slots))
                 self._ledger.saving(job)
+                unit = self._memory.unit(job.request_id, job.computed_keys, slots, saved_from=job.restored)
                 self._ledger.saved(await self._loader.save([unit]))
         except Exception as error:
             self._note(error)

@@ -61,8 +61,11 @@ def descriptor(replicas: Any) -> Descriptor | PageStatus:
     """The first complete replica in memory out of an object's native replica descriptors."""
     if not isinstance(replicas, list):
         return PageStatus.MALFORMED
-    for replica in replicas:
-        if replica.is_memory_replica() and replica.status.name == "COMPLETE":
-            buffer = replica.get_memory_descriptor().buffer_descriptor
-            return Descriptor(int(buffer.size), str(buffer.transport_endpoint), int(buffer.buffer_address))
+    try:
+        for replica in replicas:
+            if replica.is_memory_replica() and replica.status.name == "COMPLETE":
+                buffer = replica.get_memory_descriptor().buffer_descriptor
+                return Descriptor(int(buffer.size), str(buffer.transport_endpoint), int(buffer.buffer_address))
+    except Exception:  # an odd object of the native library costs its own key, not all that were asked for with it
+        return PageStatus.MALFORMED
     return PageStatus.NO_MEMORY_REPLICA

@@ -3,8 +3,8 @@
 class TestMyStore(StoreSuite):
     @pytest.fixture
     def store(self) -> Iterator[PageStore]: ...     # opened; may be shared between tests
-    def put_bytes(self, store, key, data): ...      # past the store under test, where there is another way
-    def get_bytes(self, store, key): ...
+
+`put_bytes` and `get_bytes` may be overridden where there is a way to the bytes past the store under test.
 """
 # ruff: noqa: D102  (the name of a test says what it shows)
 

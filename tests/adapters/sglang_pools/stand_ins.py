@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 
-_SCHEMAS = torch.library.Library("torchvision", "FRAGMENT")
+_SCHEMAS = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
 class _Mocks(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -44,8 +44,8 @@ def install() -> bool:
     if "sglang" in sys.modules:
         return True
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
-    _SCHEMAS.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    _SCHEMAS.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    for name in ("nms", "qnms"):
+        _SCHEMAS.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")  # type: ignore[no-untyped-call]
     sys.meta_path.insert(0, _Mocks())
     # SGLang has a stand-in for Triton, which it installs on Apple's machines alone.
     path = os.path.join(found.submodule_search_locations[0], "_platform_stubs.py")

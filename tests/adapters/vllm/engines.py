@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from hooked_connector import HookedConnector
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
-from vllm import LLM, SamplingParams
+from vllm import LLM, RequestOutput, SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown, get_kv_transfer_group
@@ -102,12 +102,14 @@ def engine(
     """An engine with the connector; one at a time in a process."""
     HookedConnector.wrap = staticmethod(wrap)
     HookedConnector.silent = False
+    # A busy machine must not make a test of something else miss a deadline.
+    patience = {} if "deadline" in (extra or {}) else {"deadline": 20, "lookup_deadline": 10}
     transfer = KVTransferConfig(
         kv_connector="HookedConnector",
         kv_connector_module_path="hooked_connector",
         kv_role="kv_both",
         kv_load_failure_policy="recompute",
-        kv_connector_extra_config={"store": "memory://", "landing_bytes": "64MiB", **(extra or {})},
+        kv_connector_extra_config={"store": "memory://", "landing_bytes": "64MiB", **patience, **(extra or {})},
     )
     arguments: dict[str, Any] = {
         "skip_tokenizer_init": True,
@@ -132,19 +134,25 @@ def engine(
         gc.collect()
 
 
+def sampling(max_tokens: int) -> SamplingParams:
+    """Greedy, with what telling a tie takes."""
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=2)
+
+
+def answer_of(output: RequestOutput) -> Answer:
+    """The answer in an engine's output."""
+    completion = output.outputs[0]
+    margins = []
+    for logprobs in completion.logprobs:
+        best = sorted((entry.logprob for entry in logprobs.values()), reverse=True)
+        margins.append(best[0] - best[1])
+    return Answer(tuple(completion.token_ids), tuple(margins), output.num_cached_tokens or 0)
+
+
 def generate(llm: LLM, prompts: Sequence[Prompt], *, max_tokens: int = 16) -> list[Answer]:
     """Greedy answers, in order."""
-    sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=2)
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
-    answers = []
-    for output in outputs:
-        completion = output.outputs[0]
-        margins = []
-        for logprobs in completion.logprobs:
-            best = sorted((entry.logprob for entry in logprobs.values()), reverse=True)
-            margins.append(best[0] - best[1])
-        answers.append(Answer(tuple(completion.token_ids), tuple(margins), output.num_cached_tokens or 0))
-    return answers
+    asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+    return [answer_of(output) for output in llm.generate(asked, sampling(max_tokens), use_tqdm=False)]
 
 
 def compare(expected: Sequence[Answer], got: Sequence[Answer]) -> Comparison:
@@ -192,8 +200,7 @@ def worker() -> Any:
 
 def add(llm: LLM, name: str, prompt: Prompt, *, max_tokens: int = 16) -> None:
     """Add a request without waiting for it."""
-    sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
+    llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, sampling(max_tokens))
 
 
 def step_until(llm: LLM, condition: Callable[[], bool], *, seconds: float = 20.0) -> None:

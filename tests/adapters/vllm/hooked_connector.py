@@ -21,6 +21,8 @@ class PageFaults(WrapperStore):
         super().__init__(inner)
         self.gone_at_admission: set[str] = set()
         self.gone_while_landing: set[str] = set()
+        self.removed_once_admitted: set[str] = set()
+        """These are really removed, so that they can be saved again."""
         self.draft_gone: Callable[[str], bool] = lambda key: False
         """Of a draft's object keys."""
         self.keys: set[str] = set()
@@ -29,6 +31,7 @@ class PageFaults(WrapperStore):
     def descriptors(self, keys: Sequence[str]) -> Sequence[Descriptor | PageStatus]:
         """As the inner store, without the pages that are gone."""
         answers = self.inner.descriptors(keys)
+        self.inner.remove([key for key in keys if page_of(key) in self.removed_once_admitted], force=True)
         return [
             PageStatus.NOT_FOUND if self._is_gone(key) else answer for key, answer in zip(keys, answers, strict=True)
         ]

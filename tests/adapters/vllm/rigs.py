@@ -12,6 +12,8 @@ from engines import Answer, Prompt, engine, generate, prompts, scheduler_side, s
 from hooked_connector import HookedConnector, PageFaults
 from vllm import LLM
 
+from softload.adapters.vllm.messages import Orders
+from softload.adapters.vllm.scheduler_side import ScheduledStep
 from softload.protocols import PageStore
 from softload.telemetry import Statistics
 from softload.testing import HangingStore
@@ -46,9 +48,24 @@ class Rig:
         self.hanging.release()
         self.faults.gone_at_admission.clear()
         self.faults.gone_while_landing.clear()
+        self.faults.removed_once_admitted.clear()
         self.faults.draft_gone = lambda key: False
         HookedConnector.silent = False
         HookedConnector.seen_bad_blocks.clear()
+
+    def orders(self) -> Orders:
+        """What the scheduler's half orders from now on, step by step together."""
+        seen, side = Orders(), scheduler_side(self.llm)
+        take = side.take_orders
+
+        def taken(step: ScheduledStep) -> Orders:
+            orders: Orders = take(step)
+            seen.loads += orders.loads
+            seen.places += orders.places
+            return orders
+
+        side.take_orders = taken
+        return seen
 
     @property
     def counters(self) -> dict[str, int]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from engines import (
+    BLOCK,
     add,
     assert_equal,
     core,
@@ -39,7 +40,8 @@ def one(shared: Rig) -> Iterator[Rig]:
 
 
 def drained(one: Rig) -> None:
-    """Every native call has returned."""
+    """Saves have ended, and every native call has returned."""
+    assert worker()._worker.drain(10.0)
     bridge = worker()._bridge
     bridge.call(lambda: bridge.loader.drain(), 10.0)
 
@@ -89,6 +91,23 @@ def test_an_aborted_request_takes_no_bytes_any_more(one: Rig) -> None:
     assert_unwritten_since(before)
 
 
+def test_an_aborted_request_gives_its_blocks_back_at_once(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with rig(tmp_path_factory.mktemp("llama"), extra={"mode": "async", "deadline": 60.0}) as one:
+        (prompt,), _ = one.computed(330)
+        one.hanging.hold("read")
+        add(one.llm, "aborted", prompt)
+        step_until(one.llm, lambda: one.hanging.held("read") > 0)
+        one.llm.llm_engine.abort_request(["aborted"])
+        one.hanging.hold("exists")
+        add(one.llm, "other", prompts(40, seed=9)[0])  # only a request that is there makes the engine step
+        step_until(one.llm, lambda: not core(one.llm).scheduler.requests)
+        assert one.llm.reset_prefix_cache()
+        before = kv_bytes()
+        one.hanging.release()
+        drained(one)
+        assert_unwritten_since(before)
+
+
 def test_a_request_that_is_aborted_before_it_was_answered(one: Rig) -> None:
     (prompt,), _ = one.computed(330)
     one.hanging.hold("exists")
@@ -132,9 +151,30 @@ def test_preempted_requests_resume_from_what_was_saved(mode: str, tmp_path_facto
             settle(one.llm)
         preempted = next(metric.value for metric in one.llm.get_metrics() if metric.name == "vllm:num_preemptions")
         assert preempted > 0
-        assert one.counters["restored_tokens"] > 0
+        # More than the prompts' blocks: what was preempted comes back too, also what the engine had when it was first
+        # asked and lost while the request waited for blocks.
+        assert one.counters["restored_tokens"] > sum(length // BLOCK * BLOCK for length in lengths)
         drained(one)
         assert one.statistics.held_slots == 0
+
+
+@pytest.mark.parametrize("mode", ["prefetch", "async"])
+def test_blocks_of_preempted_requests_are_not_written_late(mode: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What was preempted is looked up again; its reads hang, and return when its blocks have been computed."""
+    lengths = (200, 210, 220, 230)
+    extra = {"mode": mode, "deadline": DEADLINE, "prefetch_ttl": 0}
+    with rig(tmp_path_factory.mktemp("llama"), extra=extra, num_gpu_blocks_override=36, max_num_seqs=4) as one:
+        expected = generate(one.llm, prompts(*lengths, seed=31), max_tokens=200)
+        settle(one.llm)
+        scheduler = core(one.llm).scheduler
+        one.hanging.hold("read", lambda keys: any(r.num_preemptions for r in list(scheduler.requests.values())))
+        assert_equal(expected, generate(one.llm, prompts(*lengths, seed=31), max_tokens=200))
+        assert one.hanging.held("read")
+        assert worker()._worker.drain(10.0)
+        before = kv_bytes()
+        one.hanging.release()
+        drained(one)
+        assert_unwritten_since(before)
 
 
 @pytest.mark.parametrize("mode", ["prefetch", "async"])

@@ -3,38 +3,37 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 
 import pytest
-from engines import Prompt, assert_equal, engine, generate, prompts, tiny_llama
+from engines import Answer, assert_equal, engine, generate, tiny_llama
+from family import family_of_prompts
 
-REQUESTS = 200
-
-
-def family_of_prompts(seed: int = 5) -> list[Prompt]:
-    """Conversations: prefixes of a few long texts, each with a tail of its own."""
-    chosen = random.Random(seed)
-    roots = prompts(*[480] * 12, seed=seed)
-    family = []
-    for _ in range(REQUESTS):
-        root = chosen.choice(roots)
-        tail = [chosen.randrange(512) for _ in range(chosen.randrange(1, 40))]
-        family.append(root[: chosen.randrange(40, len(root))] + tail)
-    return family
+# So few blocks that the engine's own prefix cache cannot serve what comes again.
+BLOCKS = 72
 
 
-@pytest.mark.parametrize("multiprocessing", [False, True], ids=["in process", "engine process"])
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def plain(model: Path) -> list[Answer]:
+    with engine(model, connector=False, num_gpu_blocks_override=BLOCKS) as llm:
+        return generate(llm, family_of_prompts(), max_tokens=8)
+
+
 @pytest.mark.slow
-def test_a_fifth_of_the_keys_is_evicted(multiprocessing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("multiprocessing", [False, True], ids=["in process", "engine process"])
+def test_a_fifth_of_the_keys_is_evicted(
+    multiprocessing: bool, model: Path, plain: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", str(int(multiprocessing)))
     monkeypatch.setenv("SOFTLOAD_TEST_FAULTS", json.dumps(["evict=0.2"]))
-    model, family = tiny_llama(tmp_path), family_of_prompts()
-    # So few blocks that the engine's own prefix cache cannot serve what comes again.
-    blocks = 72
-    with engine(model, connector=False, num_gpu_blocks_override=blocks) as llm:
-        plain = generate(llm, family, max_tokens=8)
-    with engine(model, extra={"prefetch_ttl": 0}, num_gpu_blocks_override=blocks) as llm:
+    family = family_of_prompts()
+    with engine(model, extra={"prefetch_ttl": 0}, num_gpu_blocks_override=BLOCKS) as llm:
         first = generate(llm, family, max_tokens=8)
         second = generate(llm, family, max_tokens=8)
     assert_equal(plain, first)

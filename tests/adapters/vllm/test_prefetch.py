@@ -89,3 +89,14 @@ def test_nothing_is_left_behind(one: Rig) -> None:
     assert statistics.active_units == statistics.held_slots == statistics.landing_bytes_in_use == 0
     assert not scheduler_side(one.llm)._states
     assert not scheduler_side(one.llm)._unstaged
+
+
+def test_what_is_larger_than_the_landing_memory_loads_into_blocks(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with rig(tmp_path_factory.mktemp("llama"), extra={"landing_bytes": "512KiB"}) as small:
+        prompts, cold = small.computed(330, 100)
+        orders = small.orders()
+        replay = generate(small.llm, prompts)
+        assert [answer.cached_tokens for answer in replay] == [10 * BLOCK, 3 * BLOCK]
+        assert_equal(cold, replay)
+        assert [len(load.keys) for load in orders.loads] == [10]
+        assert [len(place.block_ids[0]) for place in orders.places] == [3]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 
 from softload.adapters._bridge import LoaderBridge
-from softload.adapters.vllm.layers import block_size_of, block_tables, draft_layers, pool_group
+from softload.adapters.vllm.layers import (
+    block_size_of,
+    block_tables,
+    draft_layers,
+    landing_pages,
+    pool_group,
+    transfer_layers,
+)
 from softload.adapters.vllm.messages import Orders, Reports
 from softload.adapters.vllm.options import ConnectorOptions, LoadMode
 from softload.adapters.vllm.outbox import Outbox
@@ -61,7 +69,7 @@ class SoftloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = self._kv_transfer_config
         self._options = options = ConnectorOptions.parse(transfer.kv_connector_extra_config)
-        _check_engine(vllm_config, options)
+        _check_engine(vllm_config, options, len(kv_cache_config.kv_cache_groups))
         self._block_size = block_size_of(kv_cache_config)
         self._tables = block_tables(kv_cache_config)
         self._scheduler: SchedulerSide | None = None
@@ -71,7 +79,12 @@ class SoftloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._bad_blocks: set[int] = set()
         self._stats = StatsDelta()
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerSide(options, self._block_size, vllm_config.parallel_config.world_size)
+            self._scheduler = SchedulerSide(
+                options,
+                self._block_size,
+                vllm_config.parallel_config.world_size,
+                landing_pages=landing_pages(kv_cache_config, options.landing_bytes),
+            )
 
     def make_store(self) -> PageStore:
         """The store of one loader, not opened; a subclass may wrap it."""
@@ -147,7 +160,14 @@ class SoftloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
         self._bridge = LoaderBridge(lambda: PageLoader(self.make_store(), pools, config=loader_config))
         units = UnitMaker(block_tables(self._kv_cache_config, drafts), pools, loader_config)
-        self._worker = WorkerSide(options, self._bridge, units, self._outbox, lambda: _fence(pools.device))
+        self._worker = WorkerSide(
+            options,
+            self._bridge,
+            units,
+            self._outbox,
+            lambda: _fence(pools.device),
+            transfer_layers(self._kv_cache_config, drafts),
+        )
         opened = self._bridge.start(options.start_timeout)
         if not opened and options.require_store:
             self._bridge.close()
@@ -167,7 +187,9 @@ class SoftloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._worker.start_loads(self._get_connector_metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are asynchronous: no layer is waited for."""
+        """In layer-wise mode, wait for what this step loads of a layer, until its deadline at most."""
+        if self._worker is not None:
+            self._worker.wait_for_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """Blocks are saved whole, after the forward."""
@@ -182,7 +204,9 @@ class SoftloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return None, self.get_transfer_results(finished_req_ids).finished_recving
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Requests whose loads have ended, and those that failed."""
+        """Requests whose loads have ended, and those that failed; in layer-wise mode, waits for the step's loads."""
+        if self._worker is not None:
+            self._worker.end_step_loads()
         received, failed, self._bad_blocks = self._outbox.take_received()
         return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
 
@@ -232,7 +256,7 @@ class SoftloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             _log.error("loader.not_closed")
 
 
-def _check_engine(vllm_config: VllmConfig, options: ConnectorOptions) -> None:
+def _check_engine(vllm_config: VllmConfig, options: ConnectorOptions, kv_cache_groups: int) -> None:
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     if transfer.kv_load_failure_policy != "recompute" and not options.allow_fail_policy:
         raise ValueError(
@@ -244,8 +268,31 @@ def _check_engine(vllm_config: VllmConfig, options: ConnectorOptions) -> None:
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name) > 1:
             raise ValueError(f"{name}: expected 1, got {getattr(parallel, name)}")
+    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+    if algorithm.startswith("xxhash") and "PYTHONHASHSEED" not in os.environ:
+        raise ValueError(
+            f"--prefix-caching-hash-algo: expected sha256 or sha256_cbor, got {algorithm!r}, whose hashes differ from "
+            "process to process; to have it, set PYTHONHASHSEED to the same value wherever the store is used"
+        )
     if options.mode is LoadMode.LAYERWISE:
-        raise ValueError("mode: 'layerwise' is not supported yet")
+        _check_layerwise(vllm_config, kv_cache_groups)
+
+
+def _check_layerwise(vllm_config: VllmConfig, kv_cache_groups: int) -> None:
+    """A failure is known at the end of its step, and told by block id: both must be good enough for the engine."""
+    if vllm_config.scheduler_config.async_scheduling:
+        raise ValueError(
+            "mode: 'layerwise' needs --no-async-scheduling: with it, a token computed from blocks that failed would be "
+            "accepted before their failure is seen"
+        )
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if stages > 1:
+        raise ValueError(f"mode: 'layerwise' needs pipeline_parallel_size 1, got {stages}")
+    if kv_cache_groups > 1:
+        raise ValueError(
+            f"mode: 'layerwise' needs one KV cache group, got {kv_cache_groups}; start with "
+            "--disable-hybrid-kv-cache-manager, which makes them one"
+        )
 
 
 def _namespace(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:

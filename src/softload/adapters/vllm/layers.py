@@ -20,7 +20,10 @@ from softload.geometry.group import DevicePoolGroup
 from softload.geometry.vllm_blocks import BlockGroup, block_pool_group
 from softload.transfer import PoolName
 
-__all__ = ["block_size_of", "block_tables", "draft_layers", "pool_group"]
+__all__ = ["block_size_of", "block_tables", "draft_layers", "landing_pages", "pool_group", "transfer_layers"]
+
+_TAIL_BYTES = 1024
+"""More than the tails and the alignment of one page's objects."""
 
 _DRAFT_POOLS = {PoolName.KV: PoolName.DRAFT, PoolName.SWA: PoolName.DRAFT_SWA}
 
@@ -107,6 +110,30 @@ def pool_group(
     return block_pool_group(
         groups, kv_cache_config.num_blocks, block_size_of(kv_cache_config), rank_replicated=rank_replicated
     )
+
+
+def transfer_layers(kv_cache_config: KVCacheConfig, drafts: frozenset[str]) -> dict[str, int]:
+    """The transfer layer of each of the target's layers, by the engine's name."""
+    return {
+        name: layer
+        for group in kv_cache_config.kv_cache_groups
+        for layer, name in enumerate(name for name in _in_layer_order(group.layer_names) if name not in drafts)
+    }
+
+
+def landing_pages(kv_cache_config: KVCacheConfig, landing_bytes: int) -> int:
+    """Pages of one request that a worker can let land before it has blocks, without waiting for much else to go."""
+    room = landing_bytes // 2
+    page_bytes = 0
+    for table, group in zip(block_tables(kv_cache_config), kv_cache_config.kv_cache_groups, strict=True):
+        spec = group.kv_cache_spec
+        layers = 1 if isinstance(spec, UniformTypeKVCacheSpecs) else len(group.layer_names)
+        nbytes = spec.page_size_bytes * layers + _TAIL_BYTES
+        if table.window is None:
+            page_bytes += nbytes
+        else:
+            room -= nbytes * table.window
+    return max(0, int(room // page_bytes))
 
 
 def _in_layer_order(names: Iterable[str]) -> list[str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
@@ -14,7 +15,7 @@ __all__ = ["ConnectorOptions", "LoadMode"]
 
 _SIZES = ("landing_bytes",)
 _DURATIONS = ("deadline", "lookup_deadline", "save_deadline", "hold_limit", "prefetch_ttl", "start_timeout")
-_COUNTS = ("truncate_pages", "read_lanes", "write_lanes")
+_COUNTS = ("truncate_pages", "read_lanes", "write_lanes", "stuck_threads")
 _FLAGS = ("save", "require_store", "allow_fail_policy")
 
 
@@ -51,6 +52,8 @@ class ConnectorOptions:
         landing_bytes: landing memory of each worker.
         read_lanes: reads of the store at a time.
         write_lanes: writes to the store at a time.
+        stuck_threads: calls of a kind that may hang before work is shed; a quarter of the cores, 2 to 16, by default:
+            Mooncake's reads spin as long as their owner is frozen, and must leave the engine its cores.
         save: whether computed blocks are saved.
         require_store: whether a store that cannot be set up keeps the engine from starting.
         start_timeout: how long the start waits for the store.
@@ -75,6 +78,7 @@ class ConnectorOptions:
     landing_bytes: int = 1 << 30
     read_lanes: int = 4
     write_lanes: int = 2
+    stuck_threads: int = field(default_factory=lambda: max(2, min(16, len(os.sched_getaffinity(0)) // 4)))
     save: bool = True
     require_store: bool = False
     start_timeout: float = 30.0
@@ -113,7 +117,7 @@ class ConnectorOptions:
         Raises:
             ValueError: no store, an unknown key, or a value that does not parse.
         """
-        known = [field.name for field in fields(cls)]
+        known = [option.name for option in fields(cls)]
         unknown = sorted(set(extra) - set(known))
         if unknown:
             raise ValueError(
@@ -152,6 +156,7 @@ class ConnectorOptions:
             landing_bytes=self.landing_bytes,
             read_lanes=self.read_lanes,
             write_lanes=self.write_lanes,
+            stuck_threads=self.stuck_threads,
             hold_limit=self.hold_limit,
             prefetch_ttl=self.prefetch_ttl,
         )

@@ -26,9 +26,6 @@ __all__ = ["EngineRequest", "SchedulerSide", "ScheduledStep"]
 _GRACE_SECONDS = 0.25
 """How long after the deadline workers may take to say what landed by it."""
 
-_MAX_ATTEMPTS = 4
-"""Lookups of one request between two changes of what the engine has of it."""
-
 
 class EngineRequest(Protocol):
     """What is used of vLLM's request."""
@@ -81,6 +78,9 @@ class _State:
     reports: list[int] = field(default_factory=list)
     loading: frozenset[int] = frozenset()
     loading_tokens: int = 0
+    lands_first: bool = False
+    """Whether it was asked to land, so that blocks are taken for what has landed."""
+
     saved_pages: int | None = None
     """Pages that need no save; ``None`` until it is known what the engine computes first."""
 
@@ -96,15 +96,23 @@ class SchedulerSide:
         options: the connector's settings.
         block_size: tokens per block.
         workers: how many workers report.
+        landing_pages: pages of one request that can land before it has blocks; what is longer is loaded into blocks.
         clock: seconds, monotonic.
     """
 
     def __init__(
-        self, options: ConnectorOptions, block_size: int, workers: int, *, clock: Callable[[], float] = time.monotonic
+        self,
+        options: ConnectorOptions,
+        block_size: int,
+        workers: int,
+        *,
+        landing_pages: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._options = options
         self._block_size = block_size
         self._workers = workers
+        self._landing_pages = landing_pages
         self._clock = clock
         self._states: dict[str, _State] = {}
         self._orders = Orders()
@@ -125,13 +133,16 @@ class SchedulerSide:
                 state.asked_at = None
         first_page = num_computed_tokens // self._block_size
         last_page = min((request.num_tokens - 1) // self._block_size, len(request.block_hashes))
-        if state.phase in (_Phase.ANSWERED, _Phase.FAILED, _Phase.LOADING) or last_page <= first_page:
-            self._answer(state)
+        if state.phase in (_Phase.ANSWERED, _Phase.FAILED, _Phase.LOADING):
             return 0, False
         if state.phase is not _Phase.IDLE and state.first_page != first_page:
             # What the engine has of the prefix changed while this request waited: what landed does not fit any more.
             self._forget(state)
+            if state.phase is _Phase.LANDED:  # it was answered in time, and waits for blocks
+                state.asked_at = None
             state.phase = _Phase.IDLE
+        if last_page <= first_page:  # not for good: while the request waits for blocks, the engine may lose what it has
+            return 0, False
         if state.phase is _Phase.IDLE:
             return self._ask(state, first_page, last_page)
         if state.phase is _Phase.ASKED:
@@ -166,16 +177,18 @@ class SchedulerSide:
         state.loading_tokens = num_external_tokens
         state.saved_pages = first + pages
         state.phase = _Phase.LOADING
-        if self._options.mode is LoadMode.PREFETCH:
+        if state.lands_first:
             self._orders.places.append(PlaceOrder(state.ticket, wanted))
         else:
             self._orders.loads.append(LoadOrder(state.ticket, state.keys[:pages], wanted, self._options.deadline))
 
     def finished(self, request_id: str) -> None:
-        """The request has ended; a load into its blocks is reported as received all the same."""
+        """The request has ended; a load into its blocks is given up, and reported as received all the same."""
         state = self._states.pop(request_id, None)
         if state is not None:
             self._forget(state)
+            if state.phase is _Phase.LOADING:
+                self._orders.cancelled.append(state.ticket)
 
     # -- orders and reports
 
@@ -189,7 +202,9 @@ class SchedulerSide:
             number for number, (_, blocks) in self._unstaged.items() if not blocks.isdisjoint(written)
         ]
         if self._options.save:
-            orders.saves = list(self._saves(step))
+            # A forward that waits for its loads may learn of a failure at its end: what it computes is saved later.
+            later = self._options.mode is LoadMode.LAYERWISE and bool(orders.loads)
+            orders.saves = list(self._saves(step, later=later))
         return orders
 
     def reported(
@@ -228,7 +243,7 @@ class SchedulerSide:
         if state.asked_at is None:
             state.asked_at = now
         left = state.asked_at + self._options.deadline - now
-        if left <= 0 or state.attempts >= _MAX_ATTEMPTS * (1 + state.preemptions):
+        if left <= 0:
             self._answer(state)
             return 0, False
         state.attempts += 1
@@ -236,8 +251,8 @@ class SchedulerSide:
         state.keys = tuple(bytes(digest).hex() for digest in state.request.block_hashes[first_page:last_page])
         state.reports = []
         state.phase = _Phase.ASKED
-        lookup_only = self._options.mode is not LoadMode.PREFETCH
-        self._orders.prefetches.append(PrefetchOrder(state.ticket, state.keys, left, lookup_only))
+        state.lands_first = self._options.mode is LoadMode.PREFETCH and len(state.keys) <= self._landing_pages
+        self._orders.prefetches.append(PrefetchOrder(state.ticket, state.keys, left, not state.lands_first))
         return None, False
 
     def _answer(self, state: _State) -> None:
@@ -250,7 +265,7 @@ class SchedulerSide:
         if state.phase in (_Phase.ASKED, _Phase.LANDED):
             self._orders.cancelled.append(state.ticket)
 
-    def _saves(self, step: ScheduledStep) -> Iterator[SaveOrder]:
+    def _saves(self, step: ScheduledStep, *, later: bool) -> Iterator[SaveOrder]:
         for request_id, num_tokens in step.num_tokens.items():
             state = self._states.get(request_id)
             if state is None:
@@ -260,7 +275,7 @@ class SchedulerSide:
                 state.saved_pages = request.num_computed_tokens // self._block_size
             first = state.saved_pages
             last = min(min(num_tokens, request.num_tokens) // self._block_size, len(request.block_hashes))
-            if last <= first:
+            if last <= first or later:
                 continue
             table = step.block_ids(request_id)
             block_ids: BlockIds = tuple(tuple(ids[first:last]) for ids in table)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -70,7 +70,14 @@ class UnitMaker:
     def load(self, order: LoadOrder, part: range, deadline: float, ready: Fence | None) -> TransferUnit:
         """A part of an order, with slots."""
         block_ids = tuple(ids[part.start : part.stop] for ids in order.block_ids)
-        return self._unit(order.ticket, order.keys[part.start : part.stop], block_ids, deadline, ready)
+        unit = self._unit(order.ticket, order.keys[part.start : part.stop], block_ids, deadline, ready)
+        return replace(unit, request_id=self.load_name(order, part))
+
+    @staticmethod
+    def load_name(order: LoadOrder, part: range) -> str:
+        """The name of the unit that `load` makes."""
+        request_id, attempt = order.ticket
+        return f"{request_id}#{attempt}" + (f"+{part.start}" if part.start else "")
 
     def save(self, order: SaveOrder, part: range, ready: Fence | None) -> TransferUnit | None:
         """A part of an order, without the pages that a sliding window has passed; ``None`` if none are left."""

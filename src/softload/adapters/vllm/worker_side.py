@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
@@ -12,6 +12,7 @@ import anyio
 import structlog
 
 from softload.adapters._bridge import LoaderBridge
+from softload.adapters.vllm.layerwise import StepLoads
 from softload.adapters.vllm.messages import (
     BlockIds,
     LoadOrder,
@@ -21,7 +22,7 @@ from softload.adapters.vllm.messages import (
     SaveOrder,
     Ticket,
 )
-from softload.adapters.vllm.options import ConnectorOptions
+from softload.adapters.vllm.options import ConnectorOptions, LoadMode
 from softload.adapters.vllm.outbox import Outbox
 from softload.adapters.vllm.units import UnitMaker
 from softload.errors import LoaderClosedError
@@ -69,6 +70,7 @@ class WorkerSide:
         units: makes transfer units of pages and blocks.
         outbox: what is to be told.
         fence: answers with what the device has to reach before blocks may be read or written; ``None`` for nothing.
+        layers: the transfer layer of each of the target's layers, by the engine's name.
     """
 
     def __init__(
@@ -78,13 +80,17 @@ class WorkerSide:
         units: UnitMaker,
         outbox: Outbox,
         fence: Callable[[], Fence | None],
+        layers: Mapping[str, int],
     ) -> None:
         self._options = options
         self._bridge = bridge
         self._units = units
         self._outbox = outbox
         self._fence = fence
+        self._layers = layers
+        self._step_loads: StepLoads | None = None
         self._prefetches: dict[Ticket, _Prefetch] = {}
+        self._loads: dict[Ticket, anyio.CancelScope] = {}
         self._saves: dict[int, _Save] = {}
         self._saving: set[Future[None]] = set()
 
@@ -101,7 +107,7 @@ class WorkerSide:
                 _log.error("save.not_given_up", number=job.number)
 
     def start_loads(self, orders: Orders) -> None:
-        """After the forward was launched: prefetches, placements and loads."""
+        """Prefetches, placements and loads. After the forward was launched, or before one that waits for its loads."""
         for ticket in orders.cancelled:
             self._spawn(lambda ticket=ticket: self._cancel(ticket))  # type: ignore[misc]
         for prefetch in orders.prefetches:
@@ -112,10 +118,27 @@ class WorkerSide:
             self._outbox.expect(place.ticket[0])
             if not self._spawn(lambda order=place: self._place(order, fence)):  # type: ignore[misc]
                 self._fail(place.ticket, place.block_ids)
+        if self._options.mode is LoadMode.LAYERWISE:
+            if orders.loads:
+                num_layers = max(self._layers.values()) + 1
+                self._step_loads = StepLoads(self._bridge, self._units, orders.loads, self._layers, num_layers)
+                self._step_loads.start(fence)
+            return
         for load in orders.loads:
             self._outbox.expect(load.ticket[0])
             if not self._spawn(lambda order=load: self._load(order, fence)):  # type: ignore[misc]
                 self._fail(load.ticket, load.block_ids)
+
+    def wait_for_layer(self, name: str) -> None:
+        """In the forward: wait for what this step loads of a layer, until the deadline at most."""
+        if self._step_loads is not None:
+            self._step_loads.wait_layer(name)
+
+    def end_step_loads(self) -> None:
+        """After the forward: wait for the end of what it waited for, and tell which blocks did not come."""
+        if self._step_loads is not None:
+            self._outbox.bad_blocks(self._step_loads.bad_blocks())
+            self._step_loads = None
 
     def start_saves(self, orders: Orders) -> None:
         """After the forward was launched: saves of what it computes."""
@@ -185,6 +208,9 @@ class WorkerSide:
         job = self._prefetches.get(ticket)
         if job is not None and job.place is None:
             job.scope.cancel()
+        load = self._loads.get(ticket)
+        if load is not None:
+            load.cancel()
 
     async def _place(self, order: PlaceOrder, fence: Fence | None) -> None:
         job = self._prefetches.get(order.ticket)
@@ -197,21 +223,24 @@ class WorkerSide:
     async def _load(self, order: LoadOrder, fence: Fence | None) -> None:
         restored = 0
         until = anyio.current_time() + order.deadline
+        self._loads[order.ticket] = scope = anyio.CancelScope()
         try:
-            for part in self._units.load_parts(len(order.keys)):
-                loader = self._bridge.loader
-                if loader is None:
-                    break
-                unit = self._units.load(order, part, max(0.0, until - anyio.current_time()), fence)
-                async with loader.load([unit]) as load:
-                    restored += (await load.report()).outcomes[unit.request_id].restored_pages
-                if restored < part.stop:
-                    break
+            with scope:
+                for part in self._units.load_parts(len(order.keys)):
+                    loader = self._bridge.loader
+                    if loader is None:
+                        break
+                    unit = self._units.load(order, part, max(0.0, until - anyio.current_time()), fence)
+                    async with loader.load([unit]) as load:
+                        restored += (await load.report()).outcomes[unit.request_id].restored_pages
+                    if restored < part.stop:
+                        break
         except LoaderClosedError:
             pass  # told below
         except Exception:
             _log.exception("load.raised", request_id=order.ticket[0])
         finally:
+            del self._loads[order.ticket]
             self._received(order.ticket, order.block_ids, restored)
 
     async def _save(self, order: SaveOrder, job: _Save, part: range, fence: Fence | None) -> None:

@@ -1,0 +1,106 @@
+"""Layer-wise loads: the forward waits for each layer, and a failure is told before any output is accepted."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator
+
+import pytest
+from engines import BLOCK, assert_equal, compare, core, generate, kv_bytes, page_hashes, settle, worker
+from hooked_connector import HookedConnector
+from rigs import Rig, rig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+from softload.adapters.vllm import SoftloadConnector
+
+DEADLINE = 0.6
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    extra = {"mode": "layerwise", "deadline": DEADLINE}
+    with rig(tmp_path_factory.mktemp("llama"), extra=extra, async_scheduling=False) as made:
+        yield made
+
+
+@pytest.fixture
+def one(shared: Rig) -> Iterator[Rig]:
+    yield shared
+    shared.heal()
+    settle(shared.llm)
+
+
+LOST = pytest.mark.parametrize("lost", [[3], [1, 4, 7], None], ids=["one block", "three blocks", "all blocks"])
+
+
+def test_every_whole_block_is_restored(one: Rig) -> None:
+    prompts, cold = one.computed(200, 330, 70)
+    replay = generate(one.llm, prompts)
+    assert [answer.cached_tokens for answer in replay] == [len(prompt) // BLOCK * BLOCK for prompt in prompts]
+    assert_equal(cold, replay)
+
+
+@LOST
+@pytest.mark.parametrize("moment", ["gone_while_landing", "removed_once_admitted"])
+def test_blocks_that_fail_in_the_forward_are_computed_again(one: Rig, moment: str, lost: list[int] | None) -> None:
+    prompts, cold = one.computed(330, 331, 332)
+    before = one.counters
+    for prompt in prompts:
+        hashes = page_hashes(prompt)
+        getattr(one.faults, moment).update(hashes[page] for page in (range(len(hashes)) if lost is None else lost))
+    assert_equal(cold, generate(one.llm, prompts))
+    assert HookedConnector.seen_bad_blocks
+    assert one.counters["failed_loads"] == before["failed_loads"] + len(prompts)
+    settle(one.llm)
+    if moment == "removed_once_admitted":  # what was saved then is what was computed the second time
+        one.heal()
+        replay = generate(one.llm, prompts)
+        assert [answer.cached_tokens for answer in replay] == [10 * BLOCK] * len(prompts)
+        assert_equal(cold, replay)
+
+
+@LOST
+def test_the_same_failures_left_unreported_change_the_answer(one: Rig, lost: list[int] | None) -> None:
+    prompts, cold = one.computed(330, 331, 332)
+    for prompt in prompts:
+        hashes = page_hashes(prompt)
+        one.faults.gone_while_landing.update(hashes[page] for page in (range(len(hashes)) if lost is None else lost))
+    HookedConnector.silent = True
+    assert compare(cold, generate(one.llm, prompts)).different > 0
+
+
+def test_requests_that_share_blocks_which_fail(one: Rig) -> None:
+    (prompt,), _ = one.computed(330)
+    family = [prompt[:200] + tail for tail in ([1, 2, 3], list(range(140)), [7] * 80)]
+    cold = generate(one.llm, family)
+    settle(one.llm)
+    one.faults.gone_while_landing.add(page_hashes(prompt)[2])
+    assert_equal(cold, generate(one.llm, family))
+    one.heal()
+    settle(one.llm)
+    assert_equal(cold, generate(one.llm, family))
+
+
+def test_a_read_that_hangs_costs_the_deadline(one: Rig) -> None:
+    (prompt,), cold = one.computed(330)
+    one.hanging.hold("read")
+    started = time.monotonic()
+    replay = generate(one.llm, [prompt])
+    assert time.monotonic() - started < DEADLINE + 0.5 + 0.5  # half a second for the engine's own work
+    assert one.hanging.held("read")
+    assert_equal(cold, replay)
+    before = kv_bytes()
+    one.hanging.release()
+    bridge = worker()._bridge
+    bridge.call(lambda: bridge.loader.drain(), 10.0)
+    assert all((now == then).all() for now, then in zip(kv_bytes(), before, strict=True))
+
+
+def test_an_engine_whose_failures_would_come_too_late_is_refused(one: Rig) -> None:
+    connector = core(one.llm).scheduler.connector
+    config = copy.copy(connector._vllm_config)
+    config.scheduler_config = copy.copy(config.scheduler_config)
+    config.scheduler_config.async_scheduling = True
+    with pytest.raises(ValueError, match="--no-async-scheduling"):
+        SoftloadConnector(config, KVConnectorRole.SCHEDULER, connector._kv_cache_config)

@@ -1,0 +1,40 @@
+"""What the native library answers, key by key."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from softload import PageStatus
+from softload.protocols import Descriptor
+from softload.stores.native_codes import descriptor
+
+
+def replica(*, in_memory: bool = True, status: str = "COMPLETE", **buffer: Any) -> SimpleNamespace:
+    named = {"size": 8, "transport_endpoint": "a:1", "buffer_address": 64, **buffer}
+    return SimpleNamespace(
+        is_memory_replica=lambda: in_memory,
+        status=SimpleNamespace(name=status),
+        get_memory_descriptor=lambda: SimpleNamespace(buffer_descriptor=SimpleNamespace(**named)),
+    )
+
+
+def test_the_first_complete_replica_in_memory_counts() -> None:
+    found = descriptor([replica(in_memory=False), replica(status="INITIALIZED"), replica(), replica(size=9)])
+    assert found == Descriptor(8, "a:1", 64)
+
+
+@pytest.mark.parametrize("replicas", [[], [replica(in_memory=False)], [replica(status="FAILED")]])
+def test_no_such_replica(replicas: list[Any]) -> None:
+    assert descriptor(replicas) is PageStatus.NO_MEMORY_REPLICA
+
+
+@pytest.mark.parametrize(
+    "replicas",
+    [None, 7, [object()], [replica(size=None)], [replica(size="many")]],
+    ids=["none", "number", "object", "no size", "words"],
+)
+def test_an_odd_answer_costs_its_own_key(replicas: object) -> None:
+    assert descriptor(replicas) is PageStatus.MALFORMED
