@@ -35,9 +35,6 @@ class FetchListener(Protocol):
     def fetch_failed(self, fetch: Fetch) -> None:
         """It cannot be had. Called on the loop; must not await."""
 
-    def fetch_replaced(self, fetch: Fetch, by: Fetch) -> None:
-        """It takes too long: another read of the same object is under way. Called on the loop; must not await."""
-
     def wake(self) -> None:
         """Some of its fetches have landed, or failed. Called on the loop, once for many."""
 
@@ -74,7 +71,6 @@ class Fetch:
         "keep_until",
         "key",
         "listeners",
-        "owner",
         "parts",
         "segment",
         "session",
@@ -93,8 +89,6 @@ class Fetch:
         self.tailed = tailed
         self.parts: list[Part] = [Part(self, ((0, size),), None)]
         self.listeners: list[FetchListener] = []
-        self.owner: FetchListener | None = None
-        """Who had it read first; who joined later is not bound to a read that hangs."""
         self.session: Session | None = None
         self.status = PageStatus.LOADED
         self.timed_out = False

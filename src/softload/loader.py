@@ -214,7 +214,6 @@ class PageLoader(AsyncContextManagerMixin):
             removed_corrupt=counters.removed_corrupt,
             timed_out_calls=counters.timed_out_calls,
             shared_objects=counters.shared_objects,
-            second_reads=counters.second_reads,
             landing_bytes=landing.capacity,
             landing_bytes_in_use=landing.in_use,
             kept_bytes=context.reader.kept_bytes,

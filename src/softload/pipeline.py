@@ -85,6 +85,8 @@ class UnitRun:
         share = Share.PREFETCH if mode is Mode.PREFETCH else Share.STREAMING
         self._fetches = UnitFetches(context, self.wants, self, share)
         self.admitted_pages = 0
+        self.landed_pages = 0
+        """PREFETCH and PLACE: pages that had landed in time; the others are counted as misses already."""
         self.deadline = math.inf
         """When its waiters are answered, on the event loop's clock."""
         self._scope = anyio.CancelScope()
@@ -202,6 +204,7 @@ class UnitRun:
         """
         self._fetches.take_over(source._fetches)
         self.wants.continue_from(source.wants)
+        self.landed_pages = source.landed_pages
         self.decided.set()
         self.go.set()
         self._be_admitted()
@@ -232,10 +235,6 @@ class UnitRun:
             self.wants.mark_bad(wanted.column, wanted.page, fetch.status)
         self._recut()
 
-    def fetch_replaced(self, fetch: Fetch, by: Fetch) -> None:
-        """Another unit's read hangs: this one's own does not have to."""
-        self._fetches.replace(fetch, by)
-
     def wake(self) -> None:
         """Some fetches have landed or failed."""
         self._changed.set()
@@ -247,6 +246,7 @@ class UnitRun:
             await self._until(lambda: self._fetches.landed(self.wants.all_columns()))
         if scope.cancelled_caught:
             self._give_up_unlanded()
+        self.landed_pages = self.pages
         # What has not landed is never placed, so it is counted here; placing counts what it restores, and loses.
         self._count_misses(tuple(self.wants.outcomes(self.pages, self._reason))[self.pages :], self.pages)
         self.landed.set()
@@ -554,7 +554,7 @@ class UnitRun:
         counters = self._context.counters
         counters.restored_pages += outcome.restored_pages
         counters.requested_pages += outcome.restored_pages
-        end = self.admitted_pages if self._mode is Mode.PLACE else outcome.requested_pages
+        end = min(self.landed_pages, outcome.requested_pages) if self._mode is Mode.PLACE else outcome.requested_pages
         missed = outcome.pages[outcome.restored_pages : end]
         self._count_misses(missed, outcome.restored_pages)
         if self.wants.draft and outcome.draft_pages < outcome.restored_pages:

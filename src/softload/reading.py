@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
@@ -15,7 +14,7 @@ from softload.config import LoaderConfig
 from softload.fetches import Fetch, FetchListener, Part, PartState, ReadCall, Turn
 from softload.health import MAX_ENDPOINTS, Health
 from softload.landing import LandingMemory, Segment, SegmentState
-from softload.native_calls import CallGroup, NativeCall, RefusedError, callback_context
+from softload.native_calls import CallGroup, NativeCall, RefusedError
 from softload.outcomes import Action, PageStatus
 from softload.planning import read_batches
 from softload.protocols import Clock, Descriptor
@@ -32,9 +31,6 @@ _FIRST_RATE = 500e6
 """Bytes per second that are expected of an endpoint before the first sample."""
 
 _CALL_SECONDS = 0.002
-
-_WATCH_SECONDS = 0.05
-"""How soon it is looked at whether a read is overdue: no read is before."""
 
 _NOT_REFUTED = (PageStatus.SHED, PageStatus.CANCELLED, PageStatus.STORE_UNREACHABLE, PageStatus.MALFORMED)
 """Failures that say nothing about the key."""
@@ -124,7 +120,6 @@ class Reader:
         fetch = Fetch(key, segment, descriptor, size=size, tailed=tailed)
         if ranges:
             fetch.parts = [Part(fetch, tuple(pairs), layers) for layers, pairs in ranges]
-        fetch.owner = listener
         fetch.listeners.append(listener)
         self._fetches[key] = fetch
         return fetch
@@ -251,43 +246,9 @@ class Reader:
             part.fetch.segment.state = SegmentState.IN_FLIGHT
         call.live = live
         call.wanted = len(live)
-        asyncio.get_running_loop().call_later(_WATCH_SECONDS, self._watch, call, context=callback_context())
         nbytes = sum(part.nbytes for part in live)
         call.expected = _CALL_SECONDS + nbytes / self._rates.get(call.endpoint, _FIRST_RATE)
         return bool(live)
-
-    def _watch(self, call: ReadCall) -> None:
-        """It should have returned: who joined it reads anew."""
-        native = call.native
-        if native is None or native.finished or native.abandoned:
-            return
-        if not call.overdue:
-            left = call.due_seconds - native.elapsed()
-            asyncio.get_running_loop().call_later(max(left, 0.0) + 0.001, self._watch, call, context=callback_context())
-            return
-        again = [part for part in map(self._replace, call.live) if part is not None]
-        if again:
-            self._counters.second_reads += len(again)
-            self._submit(again, Turn(), ranged=False)
-
-    def _replace(self, part: Part) -> Part | None:
-        """A fresh read for those who joined one that hangs; its owner stays with it."""
-        old = part.fetch
-        joined = [listener for listener in old.listeners if listener is not old.owner]
-        if part.state is not PartState.IN_FLIGHT or part.layers is not None or old.owner is None or not joined:
-            return None
-        segments = self._landing.try_grant([(old.size, 1)], old.segment.share)
-        if segments is None:
-            return None
-        new = Fetch(old.key, segments[0], old.descriptor, size=old.size, tailed=old.tailed)
-        new.listeners = joined
-        old.listeners = [listener for listener in old.listeners if listener is old.owner]
-        self._fetches[new.key] = new
-        for listener in dict.fromkeys(joined):
-            listener.fetch_replaced(old, new)
-        if not old.listeners:
-            self._settle(old, keep=False)
-        return new.parts[0]
 
     # -- back on the loop
 

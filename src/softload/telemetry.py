@@ -31,7 +31,6 @@ class Counters:
     removed_corrupt: int = 0
     timed_out_calls: int = 0
     shared_objects: int = 0
-    second_reads: int = 0
     missed: Counter[PageStatus] = field(default_factory=Counter)
     saves: Counter[SaveStatus] = field(default_factory=Counter)
 
@@ -54,7 +53,6 @@ class Statistics:
         stuck_threads: threads in native calls that nobody waits for.
         queued_calls: calls that wait for a lane.
         shared_objects: objects that were wanted again while they were here or on their way, and not read again.
-        second_reads: objects that were read again for those who had joined a read that hangs.
         open_breakers: endpoints, and the master, to which nothing is sent.
         negative_keys: keys in the negative cache.
         suppressed_requests: requests whose lookups are answered 0 until they are computed.
@@ -76,7 +74,6 @@ class Statistics:
     removed_corrupt: int
     timed_out_calls: int
     shared_objects: int
-    second_reads: int
     landing_bytes: int
     landing_bytes_in_use: int
     kept_bytes: int

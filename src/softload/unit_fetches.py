@@ -109,12 +109,6 @@ class UnitFetches:
                 if fetch is not None:
                     self._hold(Wanted(column, page), fetch)
 
-    def replace(self, old: Fetch, new: Fetch) -> None:
-        """Hold another read of the same objects."""
-        self._wants[new] = self._wants.pop(old)
-        for wanted in self._wants[new]:
-            self._fetches[wanted] = new
-
     def prune(self, *, timed_out: bool = False) -> None:
         """Let go of what the unit's good pages do not need any more."""
         for wanted in [w for w in self._fetches if w.page not in self._pages.pages_of(w.column)]:

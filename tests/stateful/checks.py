@@ -10,7 +10,7 @@ import numpy as np
 from softload import PageStatus, Statistics, UnitOutcome, events
 from softload.copies import Copy
 from softload.geometry import DraftMode
-from softload.handles import Load
+from softload.handles import Load, Prefetch
 from softload.landing import LandingMemory
 from softload.slots import SlotState
 
@@ -53,10 +53,15 @@ class CheckedWorld(World):
         assert statistics.sessions_ended <= statistics.sessions_opened
         assert statistics.quarantined_bytes <= statistics.quarantined_bytes_peak
         if not self.unseen and not self.users:
-            for name in ("requested_pages", "restored_pages", "late_failures"):
+            assert statistics.requested_pages == self.expected["requested_pages"] + self.never_landed
+            for name in ("restored_pages", "late_failures"):
                 assert getattr(statistics, name) == self.expected[name], name
             missed = {str(status): pages for status, pages in statistics.missed_pages.items()}
-            assert missed == {name: count for name, count in self.expected.items() if name in list(PageStatus)}
+            known = {name: count for name, count in self.expected.items() if name in list(PageStatus)}
+            # What did not land was missed too; a handle tells the first reason only.
+            assert sum(missed.values()) == sum(known.values()) + self.never_landed
+            assert all(missed.get(name, 0) >= count for name, count in known.items())
+            assert self.never_landed or missed == known
         if self.is_idle:
             self._check_idle(statistics)
 
@@ -77,6 +82,7 @@ class CheckedWorld(World):
 
     def _end(self, user: User, request: Request) -> None:
         if request.rows is None:
+            self.unseen = self.unseen or (isinstance(user.handle, Prefetch) and request.landed is None)
             return
         if user.report is None:  # cancelled while it was placed
             self.unseen = self.unseen or user.placing or user.handle is None

@@ -18,6 +18,7 @@ from softload import (
     Layout,
     LoaderConfig,
     PageLoader,
+    PageStatus,
     ReadMode,
 )
 from softload.context import Context
@@ -79,6 +80,7 @@ class World:
         self.touchable: set[int] = set()
         self.expected: Counter[str] = Counter()
         self.unseen = False
+        self.never_landed = 0
         """Whether a request ended without its user learning how."""
 
     # -- opening and closing
@@ -123,6 +125,7 @@ class World:
         self.context.reader._clock = self.context.sessions._clock = self.clock
         self.expected.clear()
         self.unseen = False
+        self.never_landed = 0
         self.corrupt.clear()
         self.settle()
 
@@ -258,6 +261,8 @@ class World:
             landed = await prefetch.landed()
             for request in user.requests:
                 request.landed = landed[request.name]
+                if landed.missed.get(request.name) is not PageStatus.CANCELLED:
+                    self.never_landed += len(request.keys) - request.landed
                 assert 0 <= request.landed <= len(request.keys)
                 assert (request.landed < len(request.keys)) == (request.name in landed.missed)
             user.landed_at = min(self.clock.now, min(request.due for request in user.requests)) + HOLD_LIMIT

@@ -1,8 +1,6 @@
-"""Who joined a read that hangs is not bound to it; and what is here is counted on only once it is held."""
+"""What is here is counted on only once it is held."""
 
 from __future__ import annotations
-
-from collections.abc import Callable, Sequence
 
 import anyio
 import pytest
@@ -29,34 +27,6 @@ from .harness import (
 )
 
 pytestmark = pytest.mark.asyncio
-
-
-def first_call() -> Callable[[Sequence[str]], bool]:
-    """Matches one call, the first."""
-    calls: list[Sequence[str]] = []
-
-    def matches(called: Sequence[str]) -> bool:
-        calls.append(called)
-        return len(calls) == 1
-
-    return matches
-
-
-async def test_who_joined_a_read_that_hangs_reads_anew() -> None:
-    pools = make_pools()
-    hanging = HangingStore(store())
-    async with opened(hanging, pools, layout="page", read_mode="whole") as loader:
-        await put(loader, pools, keys(2))
-        hanging.hold("read", first_call())
-        async with loader.load([pools.unit("owner", keys(2), range(2))]) as owner:
-            async with loader.load([pools.unit("joiner", keys(2), range(2, 4))]) as joiner:
-                assert_outcome((await joiner.report()).outcomes["joiner"], 2)
-            pools.assert_restored(keys(2), range(2, 4))
-            pools.assert_rows_kept(range(2, 4))
-            hanging.release()
-            assert_outcome((await owner.report()).outcomes["owner"], 2)
-        pools.assert_restored(keys(2), range(2))
-        await settle(loader)
 
 
 async def test_a_grant_does_not_free_what_its_unit_counts_on() -> None:
