@@ -46,16 +46,18 @@ def lifecycle_threads() -> list[threading.Thread]:
 
 
 async def test_a_store_that_cannot_be_opened_leaves_no_thread() -> None:
+    before = set(lifecycle_threads())  # of other tests, whose calls hang
     door = Door(StoreSetupError("no master"))
     door.may_open.set()
     for _ in range(3):
         with pytest.raises(StoreSetupError, match="no master"):
             async with PageLoader(door, make_pools().group, config=config()):
                 pytest.fail("it was opened")
-    await eventually(lambda: not lifecycle_threads())
+    await eventually(lambda: not set(lifecycle_threads()) - before)
 
 
 async def test_an_opening_that_is_cancelled_closes_the_store_when_it_returns() -> None:
+    before = set(lifecycle_threads())
     door = Door()
     try:
         with anyio.CancelScope() as scope:
@@ -67,7 +69,7 @@ async def test_an_opening_that_is_cancelled_closes_the_store_when_it_returns() -
     finally:
         door.may_open.set()
     await eventually(lambda: (door.opened, door.closed) == (1, 1))
-    await eventually(lambda: not lifecycle_threads())
+    await eventually(lambda: not set(lifecycle_threads()) - before)
 
 
 async def _enter(door: Door) -> None:
