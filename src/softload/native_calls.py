@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import heapq
+import importlib
+import importlib.util
 import itertools
 import threading
 import time
@@ -24,10 +26,9 @@ import structlog
 
 from softload import events
 
-try:
-    from sniffio import current_async_library_cvar  # type: ignore[import-not-found, unused-ignore]
-except ImportError:
-    current_async_library_cvar = None
+current_async_library_cvar: contextvars.ContextVar[str | None] | None = None
+if importlib.util.find_spec("sniffio") is not None:
+    current_async_library_cvar = importlib.import_module("sniffio").current_async_library_cvar
 
 __all__ = ["CallGroup", "CallGroupStatistics", "NativeCall", "RefusedError", "callback_context"]
 
