@@ -71,6 +71,9 @@ class Fault:
     seconds: float = 0.0
 
 
+_MOST_HANGS: Final = 100_000
+"""Each is planned before the run."""
+
 _NUMBER: Final = r"(\d+(?:\.\d+)?|\.\d+)"
 _FORMS: Final[Mapping[FaultKind, tuple[str, re.Pattern[str]]]] = {
     **{
@@ -103,6 +106,8 @@ def parse_fault(text: str) -> Fault:
     if kind.is_scheduled:
         return Fault(kind, seconds=values[0])
     if kind is FaultKind.HANG:
+        if int(match[1]) > _MOST_HANGS:
+            raise ValueError(f"fault {text!r}: expected at most {_MOST_HANGS} calls, got {match[1]}")
         return Fault(kind, calls=int(match[1]), seconds=values[1])
     if values[0] > 1:
         raise ValueError(f"fault {text!r}: expected a probability of at most 1, got {match[1]}")
