@@ -96,8 +96,11 @@ def parse_fault(text: str) -> Fault:
     try:
         kind = FaultKind(name)
     except ValueError:
-        known = ", ".join(form for form, _ in _FORMS.values())
-        raise ValueError(f"fault {text!r}: expected one of {known}, got {name!r}") from None
+        of_calls = ", ".join(form for kind, (form, _) in _FORMS.items() if not kind.is_scheduled)
+        of_processes = ", ".join(form for kind, (form, _) in _FORMS.items() if kind.is_scheduled)
+        raise ValueError(
+            f"fault {text!r}: expected one of {of_calls}; or, of a cluster's processes, {of_processes}; got {name!r}"
+        ) from None
     form, pattern = _FORMS[kind]
     match = pattern.fullmatch(text[len(name) :])
     if match is None:
