@@ -128,7 +128,8 @@ class MooncakeStore:
             if self._protocol == "rdma":
                 probe_rdma(self._device)
             probe_metadata(self._metadata)
-            native = self._set_up(client_type, probe_master(self._master))
+            local_address, native = probe_master(self._master), client_type()
+            self._set_up(native, self._hostname or local_address)
             restore_log_level(native_library())
             self._native = native
             leave_at_exit(self)
@@ -304,9 +305,7 @@ class MooncakeStore:
             ) from error
         return MooncakeDistributedStore
 
-    def _set_up(self, client_type: Callable[[], Any], local_address: str) -> Any:
-        native = client_type()
-        hostname = self._hostname or local_address
+    def _set_up(self, native: Any, hostname: str) -> None:
         memory, transport = (self._segment, self._local_buffer), (self._protocol, self._device)
         tenant = {"tenant_id": self._tenant} if self._tenant else {}
         try:
@@ -315,7 +314,6 @@ class MooncakeStore:
             code = OUT_OF_MEMORY
         if code != 0:
             raise setup_refused(code, self._master, self._metadata, memory, transport)
-        return native
 
     def _call(self, function: Callable[[Any], Any]) -> Any:
         """One native call: what it answered, or the status of a store that is not open or that raised."""
