@@ -144,6 +144,8 @@ class PageLoader(AsyncContextManagerMixin):
     def computed(self, unit: TransferUnit, pages: int | Iterable[int] | None = None) -> None:
         """The engine has computed missed pages of a unit: they may be saved, and its request may look up again.
 
+        Slots that another page has failed to load into since stay refused: this says nothing about them.
+
         Args:
             unit: with slots.
             pages: how many pages from the start are computed now, or which; all by default. Pages past a component's
@@ -166,7 +168,8 @@ class PageLoader(AsyncContextManagerMixin):
                 continue
             count = len(component.keys)
             chosen = range(count) if which is None else [page for page in which if page < count]
-            context.slots.computed(component.pool, component.rows[np.asarray(chosen, np.int64)])
+            rows = component.rows[np.asarray(chosen, np.int64)]
+            context.slots.computed(component.pool, rows, [component.keys[page] for page in chosen])
 
     def forget(self, request_id: str) -> None:
         """A request has ended: what failed for it does not count against a later one of the same name.
