@@ -26,7 +26,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["LandingMemory", "LandingStatistics", "Segment", "SegmentState", "Share"]
+from softload.errors import LandingMemoryError
+
+__all__ = ["Arena", "LandingMemory", "LandingStatistics", "Segment", "SegmentState", "Share", "aligned"]
 
 ALIGNMENT = 64
 _PAGE = 4096
@@ -52,12 +54,23 @@ class Share(StrEnum):
 
 
 class Arena:
-    """One registered allocation and the free ranges in it."""
+    """One registered allocation and the free ranges in it.
+
+    Raises:
+        LandingMemoryError: the machine does not have that much.
+    """
 
     __slots__ = ("_lengths", "_offsets", "free_bytes", "memory", "nbytes", "pointer")
 
     def __init__(self, nbytes: int, *, pinned: bool) -> None:
-        block = torch.empty(nbytes + _PAGE, dtype=torch.uint8, pin_memory=pinned)
+        try:
+            block = torch.empty(nbytes + _PAGE, dtype=torch.uint8, pin_memory=pinned)
+        except Exception as error:  # torch has no class of its own for it, and several for sizes that it cannot count
+            kind = "page-locked landing memory" if pinned else "landing memory"
+            raise LandingMemoryError(
+                f"expected room for {nbytes} bytes ({nbytes / 2**30:.3g} GiB) of {kind} on this machine, got none; "
+                f"set a smaller `landing_bytes`"
+            ) from error
         skip = -block.data_ptr() % _PAGE
         self.memory: npt.NDArray[np.uint8] = block.numpy()[skip : skip + nbytes]
         self.pointer = block.data_ptr() + skip
@@ -68,6 +81,7 @@ class Arena:
 
     @property
     def is_unused(self) -> bool:
+        """Whether nothing is taken."""
         return self.free_bytes == self.nbytes
 
     def take(self, nbytes: int) -> int | None:
@@ -154,6 +168,7 @@ class LandingMemory:
         pinned: page-lock the memory, for copies to an accelerator.
         reclaim: asked to free landed bytes that nobody pins, at least as many as it is told, oldest first.
         retire: told of fresh arenas that are not needed any more, to unregister them.
+        arena: the memory, where it was allocated already: that may take a while and should not hold up an event loop.
     """
 
     def __init__(
@@ -163,19 +178,15 @@ class LandingMemory:
         pinned: bool = False,
         reclaim: Callable[[int], None] = lambda _: None,
         retire: Callable[[Arena], None] = lambda _: None,
+        arena: Arena | None = None,
     ) -> None:
         self.capacity = capacity
-        self._pinned = pinned
         self._reclaim = reclaim
         self._retire = retire
         self._serving = False
-        self._replacement = max(_aligned(capacity // 16), _PAGE)
-        self.arenas = [Arena(_aligned(capacity), pinned=pinned)]
-        self._limits = {
-            Share.STREAMING: capacity - capacity // 8,
-            Share.PREFETCH: capacity - capacity // 8 - capacity // 4,
-            Share.SAVE: capacity // 8,
-        }
+        self._replacement = max(aligned(capacity // 16), _PAGE)
+        self.arenas = [arena or Arena(aligned(capacity), pinned=pinned)]
+        self._limits = _limits(capacity)
         self._used = dict.fromkeys(Share, 0)
         self._queues: dict[Share, deque[_Waiter]] = {share: deque() for share in Share}
         self._waiting = 0
@@ -197,7 +208,7 @@ class LandingMemory:
     @staticmethod
     def cost(sizes: Sequence[tuple[int, int]]) -> int:
         """Bytes that a grant of `(object bytes, count)` pairs takes."""
-        return sum(_aligned(size) * count for size, count in sizes)
+        return sum(aligned(size) * count for size, count in sizes)
 
     def try_grant(self, sizes: Sequence[tuple[int, int]], share: Share) -> list[Segment] | None:
         """Grant one segment per object now, or nothing.
@@ -300,12 +311,8 @@ class LandingMemory:
         lacking = min(self._quarantined_bytes, self.capacity // 2) - fresh
         return -(-lacking // self._replacement) * self._replacement if lacking > 0 else 0
 
-    def new_arena(self, nbytes: int) -> Arena:
-        """An arena that is not in use yet; `add_arena` takes it once it is registered."""
-        return Arena(nbytes, pinned=self._pinned)
-
     def add_arena(self, arena: Arena) -> None:
-        """Let grants use a fresh arena."""
+        """Let grants use a fresh arena, which is registered."""
         self.arenas.append(arena)
         self._serve_queues()
 
@@ -353,7 +360,7 @@ class LandingMemory:
         return segments
 
     def _allocate_run(self, size: int, count: int, share: Share, segments: list[Segment]) -> bool:
-        stride = _aligned(size)
+        stride = aligned(size)
         left, run = count, count
         while left:
             run = min(run, left)
@@ -398,5 +405,36 @@ class LandingMemory:
                 self._retire(arena)
 
 
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
+    """Bytes that an allocation of `nbytes` takes."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def check_capacity(capacity: int, object_sizes: Sequence[int]) -> None:
+    """Make sure that each share has room for what it is for: one page to load, one object to save.
+
+    Args:
+        capacity: bytes of landing memory.
+        object_sizes: bytes of the objects of one page of every pool.
+
+    Raises:
+        ValueError: too small; the message says how large it must be.
+    """
+    page = sum(map(aligned, object_sizes))
+    largest = max(map(aligned, object_sizes), default=0)
+    limits = _limits(capacity)
+    if page > limits[Share.PREFETCH] or largest > limits[Share.SAVE]:
+        # Of every eight bytes five are for prefetches and one is for saves.
+        needed = max(-(-page * 8 // 5), largest * 8)
+        raise ValueError(
+            f"landing_bytes: expected at least {needed} for pages of {page} bytes in objects of up to {largest}, "
+            f"got {capacity}"
+        )
+
+
+def _limits(capacity: int) -> dict[Share, int]:
+    return {
+        Share.STREAMING: capacity - capacity // 8,
+        Share.PREFETCH: capacity - capacity // 8 - capacity // 4,
+        Share.SAVE: capacity // 8,
+    }

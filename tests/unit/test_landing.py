@@ -250,7 +250,7 @@ def test_quarantine_is_replaced_up_to_half_and_sheds_beyond() -> None:
         fresh = sum(arena.nbytes for arena in memory.arenas[1:])
         assert fresh + lacking <= capacity // 2 + size
         if lacking:
-            memory.add_arena(memory.new_arena(lacking))
+            memory.add_arena(Arena(lacking, pinned=False))
         assert not memory.missing_replacement()
     for count in range(7):
         assert memory.refuses(f"owner{count}") == (memory.quarantined(f"owner{count}") > capacity // 8)
