@@ -11,8 +11,8 @@ from contextlib import suppress
 
 import anyio
 
+from softload.arena import Arena
 from softload.errors import StoreSetupError
-from softload.landing import Arena
 from softload.native_calls import CallGroup, RefusedError
 from softload.protocols import PageStore
 from softload.store_calls import StoreCalls

@@ -15,7 +15,6 @@ Quarantined bytes are replaced by fresh arenas, so that a hung peer does not shr
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,14 +23,10 @@ from enum import StrEnum
 import anyio
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from softload.errors import LandingMemoryError
+from softload.arena import PAGE, Arena, aligned
 
-__all__ = ["Arena", "LandingMemory", "LandingStatistics", "Segment", "SegmentState", "Share", "aligned"]
-
-ALIGNMENT = 64
-_PAGE = 4096
+__all__ = ["LandingMemory", "LandingStatistics", "Segment", "SegmentState", "Share", "check_capacity"]
 
 
 class SegmentState(StrEnum):
@@ -51,70 +46,6 @@ class Share(StrEnum):
     STREAMING = "streaming"
     PREFETCH = "prefetch"
     SAVE = "save"
-
-
-class Arena:
-    """One registered allocation and the free ranges in it.
-
-    Raises:
-        LandingMemoryError: the machine does not have that much.
-    """
-
-    __slots__ = ("_lengths", "_offsets", "free_bytes", "memory", "nbytes", "pointer")
-
-    def __init__(self, nbytes: int, *, pinned: bool) -> None:
-        try:
-            block = torch.empty(nbytes + _PAGE, dtype=torch.uint8, pin_memory=pinned)
-        except Exception as error:  # torch has no class of its own for it, and several for sizes that it cannot count
-            kind = "page-locked landing memory" if pinned else "landing memory"
-            raise LandingMemoryError(
-                f"expected room for {nbytes} bytes ({nbytes / 2**30:.3g} GiB) of {kind} on this machine, got none; "
-                f"set a smaller `landing_bytes`"
-            ) from error
-        skip = -block.data_ptr() % _PAGE
-        self.memory: npt.NDArray[np.uint8] = block.numpy()[skip : skip + nbytes]
-        self.pointer = block.data_ptr() + skip
-        self.nbytes = nbytes
-        self.free_bytes = nbytes
-        self._offsets = [0]
-        self._lengths = [nbytes]
-
-    @property
-    def is_unused(self) -> bool:
-        """Whether nothing is taken."""
-        return self.free_bytes == self.nbytes
-
-    def take(self, nbytes: int) -> int | None:
-        """The offset of a range of `nbytes`, first fit; ``None`` where no gap is long enough."""
-        for index, length in enumerate(self._lengths):
-            if length >= nbytes:
-                offset = self._offsets[index]
-                if length == nbytes:
-                    del self._offsets[index], self._lengths[index]
-                else:
-                    self._offsets[index] += nbytes
-                    self._lengths[index] -= nbytes
-                self.free_bytes -= nbytes
-                return offset
-        return None
-
-    def give(self, offset: int, nbytes: int) -> None:
-        """Give a range back and join it with its neighbours."""
-        index = bisect_left(self._offsets, offset)
-        self.free_bytes += nbytes
-        joins_next = index < len(self._offsets) and offset + nbytes == self._offsets[index]
-        joins_last = index > 0 and self._offsets[index - 1] + self._lengths[index - 1] == offset
-        if joins_last and joins_next:
-            self._lengths[index - 1] += nbytes + self._lengths[index]
-            del self._offsets[index], self._lengths[index]
-        elif joins_last:
-            self._lengths[index - 1] += nbytes
-        elif joins_next:
-            self._offsets[index] = offset
-            self._lengths[index] += nbytes
-        else:
-            self._offsets.insert(index, offset)
-            self._lengths.insert(index, nbytes)
 
 
 @dataclass(slots=True, eq=False)
@@ -184,7 +115,7 @@ class LandingMemory:
         self._reclaim = reclaim
         self._retire = retire
         self._serving = False
-        self._replacement = max(aligned(capacity // 16), _PAGE)
+        self._replacement = max(aligned(capacity // 16), PAGE)
         self.arenas = [arena or Arena(aligned(capacity), pinned=pinned)]
         self._limits = _limits(capacity)
         self._used = dict.fromkeys(Share, 0)
@@ -403,11 +334,6 @@ class LandingMemory:
                 self.arenas.remove(arena)
                 fresh -= arena.nbytes
                 self._retire(arena)
-
-
-def aligned(nbytes: int) -> int:
-    """Bytes that an allocation of `nbytes` takes."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def check_capacity(capacity: int, object_sizes: Sequence[int]) -> None:

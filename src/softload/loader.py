@@ -18,6 +18,7 @@ from anyio import AsyncContextManagerMixin
 
 from softload import events
 from softload.admission import look_up
+from softload.arena import Arena, aligned
 from softload.config import LoaderConfig
 from softload.connection import Connection
 from softload.context import Context
@@ -26,7 +27,7 @@ from softload.geometry.group import DevicePoolGroup
 from softload.handles import Load, Prefetch
 from softload.health import Health
 from softload.keys import KeySpace
-from softload.landing import Arena, LandingMemory, aligned, check_capacity
+from softload.landing import LandingMemory, check_capacity
 from softload.native_calls import CallGroup, RefusedError
 from softload.outcomes import Lookup, SaveReport
 from softload.protocols import PageStore, RankConsensus, SoloConsensus

@@ -10,7 +10,7 @@ import pytest
 
 from softload import LandingMemoryError, LoaderClosedError, PageLoader, StoreSetupError
 from softload import loader as loader_module
-from softload.landing import Arena
+from softload.arena import Arena
 from softload.stores.wrapper import WrapperStore
 from softload.testing import HangingStore
 

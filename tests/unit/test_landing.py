@@ -10,7 +10,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from softload.landing import ALIGNMENT, Arena, LandingMemory, Segment, SegmentState, Share
+from softload.arena import ALIGNMENT, Arena
+from softload.landing import LandingMemory, Segment, SegmentState, Share
 
 UNIT = ALIGNMENT
 
