@@ -44,11 +44,16 @@ class DraftPolicy(StrEnum):
 
 
 class ReadMode(StrEnum):
-    """How objects of `Layout.PAGE` are read."""
+    """How objects are read."""
 
     AUTO = "auto"
+    """The loader chooses. In this release it always chooses WHOLE."""
+
     WHOLE = "whole"
+    """Each in one read: the fastest way to all of it. Leases by itself."""
+
     RANGES = "ranges"
+    """Layer by layer under a session, where layer 0 is wanted long before the rest. `Layout.PAGE` only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -83,6 +83,13 @@ class Context:
     """Of callers in tasks that are not the loader's own; closing ends them."""
     closing: bool = False
 
+    def groups(self) -> Iterator[CallGroup]:
+        """All threads for blocking calls."""
+        yield from (self.control, self.compute, self.fences, self.writes)
+        yield self.reader.group
+        yield from self.sessions.groups()
+        yield from self.connection.groups()
+
     def check_open(self) -> None:
         """For handles, which may outlive the loader.
 

@@ -10,7 +10,7 @@ import anyio
 import structlog
 
 from softload import events
-from softload.admission import Answers, ask_descriptors
+from softload.admission import Answers, Endpoints, ask_descriptors
 from softload.context import Context
 from softload.fetches import Turn
 from softload.health import Permit
@@ -100,7 +100,7 @@ class _Handle:
         )
 
     async def _admit(self) -> None:
-        endpoints: dict[str, PageStatus | Permit] = {}
+        endpoints: Endpoints = {}
         try:
             await self._decide(endpoints)
             self._admitted_at = anyio.current_time()
@@ -114,7 +114,7 @@ class _Handle:
         if not self._is_entered:
             raise RuntimeError(f"expected a handle inside its `async with`, got {self!r}")
 
-    async def _decide(self, endpoints: dict[str, PageStatus | Permit]) -> None:
+    async def _decide(self, endpoints: Endpoints) -> None:
         """Cut every unit to what it may read, and let it go on. Adds what was decided about endpoints."""
         with self._asking:  # who left wants no answer: the lane and the permits go to others
             await self._ask(endpoints)
@@ -125,7 +125,7 @@ class _Handle:
         for run in self._runs:
             run.go.set()
 
-    async def _ask(self, endpoints: dict[str, PageStatus | Permit]) -> None:
+    async def _ask(self, endpoints: Endpoints) -> None:
         waiting = [run for run in self._runs if not run.decided.is_set() and not run.is_cancelled]
         answers: Answers = {}
         if waiting:

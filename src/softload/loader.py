@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from enum import Enum
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import anyio
@@ -34,7 +33,8 @@ from softload.protocols import PageStore, RankConsensus, SoloConsensus
 from softload.reading import Reader
 from softload.saving import Saver
 from softload.sessions import SessionTable
-from softload.slots import SlotState, SlotTable
+from softload.slots import SlotTable
+from softload.snapshots import snapshot
 from softload.telemetry import Counters, Statistics
 from softload.transfer import TransferUnit
 
@@ -210,49 +210,7 @@ class PageLoader(AsyncContextManagerMixin):
 
     def statistics(self) -> Statistics:
         """The loader's state and totals."""
-        context = self._opened()
-        landing = context.landing.statistics()
-        sessions = context.sessions.statistics()
-        health = context.health.statistics()
-        groups = [group.statistics() for group in self._groups(context)]
-        counters = context.counters
-        return Statistics(
-            loads=counters.loads,
-            lookups=counters.lookups,
-            lookups_unanswered=counters.lookups_unanswered,
-            active_units=len(context.active),
-            requested_pages=counters.requested_pages,
-            restored_pages=counters.restored_pages,
-            late_failures=counters.late_failures,
-            draft_dropped=counters.draft_dropped,
-            missed_pages=MappingProxyType(dict(counters.missed)),
-            saved_pages=MappingProxyType(dict(counters.saves)),
-            bytes_loaded=counters.bytes_loaded,
-            bytes_saved=counters.bytes_saved,
-            retries=counters.retries,
-            removed_corrupt=counters.removed_corrupt,
-            timed_out_calls=counters.timed_out_calls,
-            shared_objects=counters.shared_objects,
-            landing_bytes=landing.capacity,
-            landing_bytes_in_use=landing.in_use,
-            kept_bytes=context.reader.kept_bytes,
-            quarantined_bytes=landing.quarantined,
-            quarantined_bytes_peak=landing.quarantined_peak,
-            replaced_bytes=landing.replaced,
-            waiting_grants=landing.waiting,
-            held_slots=context.slots.count(SlotState.RESERVED, SlotState.FILLING, SlotState.ZEROING),
-            open_sessions=sessions.open,
-            sessions_opened=sessions.opened,
-            sessions_restarted=sessions.restarted,
-            sessions_ended=sessions.ended,
-            threads=sum(group.threads for group in groups),
-            stuck_threads=sum(group.stuck for group in groups),
-            queued_calls=sum(group.queued for group in groups),
-            refused_calls=sum(group.refused for group in groups),
-            open_breakers=health.open_breakers,
-            negative_keys=health.negative_keys,
-            suppressed_requests=health.suppressed_requests,
-        )
+        return snapshot(self._opened())
 
     @asynccontextmanager
     async def __asynccontextmanager__(self):  # type: ignore[no-untyped-def]  # noqa: ANN204
@@ -378,7 +336,7 @@ class PageLoader(AsyncContextManagerMixin):
             await context.sessions.wait_none_open()
         context.reader.close()
         context.sessions.close()
-        for group in self._groups(context):
+        for group in context.groups():
             if group not in context.connection.groups():
                 group.close()
         if self._replacing is not None:
@@ -417,12 +375,6 @@ class PageLoader(AsyncContextManagerMixin):
             _log.warning(events.MEMORY_FAILED, nbytes=lacking, error=repr(error))
         finally:
             self._replacing = None
-
-    def _groups(self, context: Context) -> Iterator[CallGroup]:
-        yield from (context.control, context.compute, context.fences, context.writes)
-        yield context.reader.group
-        yield from context.sessions.groups()
-        yield from context.connection.groups()
 
     def _opened(self) -> Context:
         if self._context is None:
