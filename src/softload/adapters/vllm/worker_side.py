@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
@@ -94,9 +94,9 @@ class WorkerSide:
         self._saves: dict[int, _Save] = {}
         self._saving: set[Future[None]] = set()
 
-    def make_way(self, orders: Orders) -> None:
-        """Before the forward: wait, bounded, until saves have read the blocks that this step writes."""
-        jobs = [job for number in orders.overwritten if (job := self._saves.get(number)) is not None]
+    def make_way(self, numbers: Iterable[int]) -> None:
+        """Wait, bounded, until these save orders have read their blocks, which are about to be written."""
+        jobs = [job for number in numbers if (job := self._saves.get(number)) is not None]
         until = time.monotonic() + _STAGING_SECONDS
         late = [job for job in jobs if not job.staged.wait(max(0.0, until - time.monotonic()))]
         for job in late:
@@ -115,7 +115,7 @@ class WorkerSide:
                 self._outbox.landed(prefetch.ticket, 0)
         fence = self._fence() if orders.places or orders.loads else None
         for place in orders.places:
-            self._outbox.expect(place.ticket[0])
+            self._outbox.expect(place.ticket)
             if not self._spawn(lambda order=place: self._place(order, fence)):  # type: ignore[misc]
                 self._fail(place.ticket, place.block_ids)
         if self._options.mode is LoadMode.LAYERWISE:
@@ -125,7 +125,7 @@ class WorkerSide:
                 self._step_loads.start(fence)
             return
         for load in orders.loads:
-            self._outbox.expect(load.ticket[0])
+            self._outbox.expect(load.ticket)
             if not self._spawn(lambda order=load: self._load(order, fence)):  # type: ignore[misc]
                 self._fail(load.ticket, load.block_ids)
 
@@ -285,7 +285,7 @@ class WorkerSide:
     def _received(self, ticket: Ticket, block_ids: BlockIds, restored: int) -> None:
         """Never for a draft's sake: what is told as bad is what the target lacks."""
         bad = [block for ids in block_ids for block in ids[restored:]]
-        self._outbox.received(ticket[0], bad, failed=restored < len(block_ids[0]))
+        self._outbox.received(ticket, bad, failed=restored < len(block_ids[0]))
 
     def _part_staged(self, job: _Save) -> None:
         job.parts -= 1
