@@ -199,7 +199,7 @@ def test_blocks_of_preempted_requests_are_not_written_late(mode: str, tmp_path_f
 
 def test_a_save_that_does_not_read_its_blocks_in_time_is_given_up(tmp_path_factory: pytest.TempPathFactory) -> None:
     """The device does not get to the point where blocks may be read, and others want them."""
-    with rig(tmp_path_factory.mktemp("llama"), num_gpu_blocks_override=24) as one:
+    with rig(tmp_path_factory.mktemp("llama"), num_gpu_blocks_override=24, max_model_len=512) as one:
         family = prompts(330, 331, 332, seed=41)
         reached = threading.Event()
         worker()._worker._fence = lambda: reached.wait
