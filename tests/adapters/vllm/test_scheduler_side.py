@@ -185,6 +185,23 @@ def test_a_preempted_request_is_looked_up_anew() -> None:
     assert half.side.matched_tokens(request, 0) == (9 * BLOCK, True)
 
 
+@pytest.mark.parametrize("asked_meanwhile", [True, False])
+def test_what_landed_too_long_ago_is_asked_for_anew(asked_meanwhile: bool) -> None:
+    """The engine finds no blocks for as long as the workers hold what has landed."""
+    half, request = Half(hold_limit=30), hashed_request("one", *prompts(330))
+    half.side.matched_tokens(request, 0)
+    (order,) = half.orders().prefetches
+    half.told(Told({order.ticket: 10}), Told({order.ticket: 10}))
+    half.now += 29
+    if asked_meanwhile:  # not where the queue stops at another request
+        assert half.side.matched_tokens(request, 0) == (10 * BLOCK, True)
+    half.now += 2
+    assert half.side.matched_tokens(request, 0) == ASKED_AGAIN
+    orders = half.orders()
+    assert orders.cancelled == [order.ticket]
+    assert [again.deadline for again in orders.prefetches] == [DEADLINE]
+
+
 def test_a_request_whose_whole_prompt_is_to_be_computed_is_not_looked_up() -> None:
     half, request = Half(), hashed_request("one", *prompts(330), prompt_logprobs=1)
     assert half.side.matched_tokens(request, 0) == NOTHING
@@ -203,8 +220,7 @@ def test_a_load_into_blocks_has_what_its_lookup_left_of_the_deadline() -> None:
     half.side.matched_tokens(request, 0)
     half.now += 0.25
     half.landed(10, 10)
-    half.side.matched_tokens(request, 0)
-    half.now += 60  # waiting for blocks is not the store's
+    half.now += 40  # waiting for blocks is not the store's
     half.side.matched_tokens(request, 0)
     half.side.allocated(request, (tuple(range(11, 21)),), 10 * BLOCK)
     assert [load.deadline for load in half.orders().loads] == [DEADLINE - 0.25]

@@ -157,7 +157,8 @@ class SoftloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         options, config = self._options, self._vllm_config
         parallel = config.parallel_config
         drafts = draft_layers(config, kv_caches)
-        replicated = bool(config.model_config.use_mla)
+        # As with MLA. Not where a draft's heads are divided among ranks that hold the target's bytes alike.
+        replicated = 1 < parallel.tensor_parallel_size == self._kv_cache_config.kv_tp_replicas
         pools = pool_group(self._kv_cache_config, kv_caches, drafts, rank_replicated=replicated)
         loader_config = options.loader_config(
             options.namespace or _namespace(config, self._kv_cache_config),

@@ -77,8 +77,13 @@ class _State:
 
     preemptions: int = 0
     asked_at: float | None = None
+    """When its deadline began."""
+
+    ordered_at: float = 0.0
+    """When its last attempt began."""
+
     seconds_left: float = 0.0
-    """Of its deadline, when it was answered; waiting for blocks does not count."""
+    """Of its deadline, when the last worker answered; waiting for blocks does not count."""
 
     first_page: int = 0
     keys: tuple[str, ...] = ()
@@ -124,6 +129,8 @@ class SchedulerSide:
         self._workers = workers
         self._landing_pages = landing_pages
         self._clock = clock
+        # A request that waits for blocks for longer is asked about anew: the workers hold what has landed no longer.
+        self._held_seconds = max(options.hold_limit, options.deadline)
         self._states: dict[str, _State] = {}
         self._orders = Orders()
         self._unstaged: dict[int, tuple[int, frozenset[int]]] = {}
@@ -150,12 +157,14 @@ class SchedulerSide:
         last_page = min((request.num_tokens - 1) // self._block_size, len(request.block_hashes))
         if state.phase in (_Phase.ANSWERED, _Phase.FAILED, _Phase.LOADING):
             return 0, False
-        if state.phase is not _Phase.IDLE and state.first_page != first_page:
-            # What the engine has of the prefix changed while this request waited: what landed does not fit any more.
-            self._forget(state)
-            if state.phase is _Phase.LANDED:  # it was answered in time, and waits for blocks
-                state.asked_at = None
-            state.phase = _Phase.IDLE
+        if state.phase is not _Phase.IDLE:
+            answered = len(state.reports) >= self._workers
+            if state.first_page != first_page or (answered and self._clock() >= state.ordered_at + self._held_seconds):
+                # While this request waited, what the engine has of the prefix changed, or what landed was let go.
+                self._forget(state)
+                if answered:  # in time, and it waits for blocks
+                    state.asked_at = None
+                state.phase = _Phase.IDLE
         if last_page <= first_page:  # not for good: while the request waits for blocks, the engine may lose what it has
             return 0, False
         if state.phase is _Phase.IDLE:
@@ -169,7 +178,6 @@ class SchedulerSide:
                 self._answer(state)
                 return 0, False
             state.phase = _Phase.LANDED
-            state.seconds_left = max(0.0, (state.asked_at or 0.0) + self._options.deadline - self._clock())
         pages = min(state.reports)
         if not pages:
             self._answer(state)
@@ -233,6 +241,7 @@ class SchedulerSide:
                 state = self._states.get(ticket[0])
                 if state is not None and state.ticket == ticket:
                     state.reports += pages
+                    state.seconds_left = max(0.0, (state.asked_at or 0.0) + self._options.deadline - self._clock())
             for number, count in reports.staged.items():
                 workers, blocks = self._unstaged.pop(number, (0, frozenset()))
                 if workers > count:
@@ -273,6 +282,7 @@ class SchedulerSide:
             return 0, False
         self._attempts += 1
         state.attempt = self._attempts
+        state.ordered_at = now
         state.first_page = first_page
         state.keys = tuple(bytes(digest).hex() for digest in state.request.block_hashes[first_page:last_page])
         state.reports = []
