@@ -20,7 +20,7 @@ from rich.table import Table
 
 from softload.config import DraftPolicy, Integrity, Layout
 from softload.doctor import diagnose
-from softload.errors import SoftloadError, StoreSetupError
+from softload.errors import LandingMemoryError, SoftloadError, StoreSetupError
 from softload.replay.options import AdmissionMode, ReplayOptions
 from softload.replay.progress import PlainProgress, TerminalProgress
 from softload.replay.report import summary_table
@@ -133,11 +133,13 @@ def replay_command(
     try:
         with bar or nullcontext():
             figures = asyncio.run(replay(options, trace_requests, bar or PlainProgress(console)))
-    except* SoftloadError as group:  # alone, or from within the loader's task group
+    except* (SoftloadError, ValueError) as group:  # alone, or from within the loader's task group
         errors = list(_leaves(group))
+        if any(isinstance(error, ValueError) and _with_option(str(error), store) == str(error) for error in errors):
+            raise  # not about an option: a fault of ours
     if errors:
         store_is_down = all(isinstance(error, StoreSetupError) for error in errors)
-        _fail("; ".join(_with_option(str(error), store) for error in errors), status=1 if store_is_down else 2)
+        _fail("; ".join(_told(error, store) for error in errors), status=1 if store_is_down else 2)
     console.print(summary_table(figures))
     if json_file is not None:
         text = json.dumps(figures, indent=2) + "\n"
@@ -228,6 +230,13 @@ def _check_writable(json_file: Path | None) -> None:
         raise ValueError(f"--json: expected a file that can be written, got {json_file}: {error.strerror}") from None
     if not was_there:
         json_file.unlink()
+
+
+def _told(error: BaseException, store: str) -> str:
+    text = _with_option(str(error), store)
+    if isinstance(error, LandingMemoryError):
+        return f"--landing: {text.replace('`landing_bytes`', 'one')}"
+    return text
 
 
 def _with_option(message: str, store: str) -> str:

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from softload import cli
 from softload.cli import app
 from softload.doctor import Check
-from softload.errors import SoftloadError
+from softload.errors import LandingMemoryError, SoftloadError
 from softload.replay import runner
 from softload.replay.synthetic import synthetic_trace
 from softload.replay.trace import write_trace
@@ -120,14 +120,38 @@ def test_other_bad_calls_exit_with_2(arguments: list[str], message: str) -> None
     assert message in result.output
 
 
-def test_an_error_of_the_library_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (LandingMemoryError("expected room, got none; set a smaller `landing_bytes`"), "set a smaller one"),
+        (ValueError("landing_bytes: expected at least 2, got 1"), "expected at least 2, got 1"),
+        (SoftloadError("landing_bytes: expected less, got more"), "expected less, got more"),
+    ],
+)
+def test_an_error_of_the_library_is_one_line(error: Exception, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def refused(*_: object) -> dict[str, object]:
-        raise ExceptionGroup("tasks", [SoftloadError("landing_bytes: expected less, got more")])
+        raise ExceptionGroup("tasks", [error])
 
     monkeypatch.setattr(cli, "replay", refused)
     result = invoke.invoke(app, ["replay", "--requests", "5"])
     assert result.exit_code == 2
-    assert result.output == "softload: --landing: expected less, got more\n"
+    assert result.output.startswith("softload: --landing: ")
+    assert result.output.endswith(f"{line}\n")
+
+
+def test_a_fault_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(*_: object) -> dict[str, object]:
+        raise ValueError("shapes do not match")
+
+    monkeypatch.setattr(cli, "replay", broken)
+    assert isinstance(invoke.invoke(app, ["replay", "--requests", "5"]).exception, ExceptionGroup | ValueError)
+
+
+def test_landing_memory_that_no_page_fits_into_is_a_bad_call() -> None:
+    result = invoke.invoke(app, ["replay", "--requests", "5", "--landing", "64KiB"])
+    assert result.exit_code == 2
+    assert result.output.startswith("softload: --landing: expected at least ")
+    assert result.output.endswith(", got 65536\n")
 
 
 def test_figures_of_an_earlier_run_survive_a_bad_call(tmp_path: Path) -> None:
@@ -172,9 +196,9 @@ def test_a_mooncake_starts_without_noise() -> None:
 
 
 def test_shed_pages_hint_at_landing_memory() -> None:
-    result = invoke.invoke(app, ["replay", "--requests", "20", "--landing", "64KiB"])
+    result = invoke.invoke(app, ["replay", "--requests", "60", "--landing", "160KiB"])
     assert result.exit_code == 0, result.output
-    assert "--landing is 65,536 bytes" in " ".join(result.output.replace("│", " ").split())
+    assert "--landing is 163,840 bytes" in " ".join(result.output.replace("│", " ").split())
 
 
 def test_a_malformed_trace_exits_with_2_and_names_the_line(tmp_path: Path) -> None:
