@@ -54,6 +54,7 @@ def assert_clean(figures: dict[str, Any]) -> None:
     assert figures["restored_pages"] + figures["computed_pages"] == figures["request_pages"]
     assert figures["restored_pages"] <= figures["lookup_pages"]
     assert figures["lookup_pages"] - figures["restored_pages"] == sum(figures["missed_pages"].values())
+    assert (figures["missed_requests"] > 0) is (figures["lookup_pages"] > figures["restored_pages"])
     if figures["lru_capacity_pages"] >= figures["request_pages"]:
         assert figures["restored_pages"] <= figures["lru_bound_pages"]
 

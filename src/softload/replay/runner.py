@@ -152,6 +152,7 @@ def _figures(metrics: Metrics, bound: LruBound, statistics: Statistics, wall: fl
         "lookups_refused": dict(metrics.lookups_refused),
         "restored_pages": metrics.restored_pages,
         "computed_pages": metrics.computed_pages,
+        "missed_requests": metrics.missed_requests,
         "missed_pages": {str(status): count for status, count in metrics.missed_pages.most_common()},
         "lru_bound_pages": bound.hit_pages,
         "draft_pages": metrics.draft_pages,
