@@ -5,12 +5,15 @@
 
 from softload.testing.doubles import HangingStore, RecordedCall, RecordingStore, ScriptedStore
 from softload.testing.faults import Fault, FaultKind, FaultyStore, parse_fault
+from softload.testing.moments import Moment, MomentStore
 
 __all__ = [
     "Fault",
     "FaultKind",
     "FaultyStore",
     "HangingStore",
+    "Moment",
+    "MomentStore",
     "RecordedCall",
     "RecordingStore",
     "ScriptedStore",
