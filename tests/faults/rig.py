@@ -80,8 +80,13 @@ class Rig:
 
 @asynccontextmanager
 async def cluster(
-    *, owners: int = 2, segment: int = 64 << 20, lease: float = 5.0, store: dict[str, Any] | None = None,
-    pools: Pools | None = None, **config: Any,
+    *,
+    owners: int = 2,
+    segment: int = 64 << 20,
+    lease: float = 5.0,
+    store: dict[str, Any] | None = None,
+    pools: Pools | None = None,
+    **config: Any,
 ) -> AsyncIterator[Rig]:
     """A loader on a cluster of its own; whatever a test froze goes on before it closes."""
     embedded = EmbeddedMooncakeStore(segment=segment, lease=lease, owners=owners, **(store or {}))

@@ -111,7 +111,13 @@ async def test_a_restarted_master_is_found_and_its_old_sessions_are_not_read(
     """The master comes back in mid-load with its memory given to others: what old sessions read is foreign bytes."""
     pools = make_pools(pages=96, layers=5, width=2048)
     async with cluster(
-        owners=1, segment=16 << 20, pools=pools, deadline=25.0, lookup_deadline=1.0, read_batch_objects=4, read_lanes=1,
+        owners=1,
+        segment=16 << 20,
+        pools=pools,
+        deadline=25.0,
+        lookup_deadline=1.0,
+        read_batch_objects=4,
+        read_lanes=1,
         **mode,
     ) as rig:
         loader = rig.loader

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 
 from softload.stores.checks import check_fraction, check_positive
 from softload.stores.cluster import MooncakeCluster
+from softload.stores.master_contact import MasterContact
 from softload.stores.mooncake import MooncakeStore
 
 __all__ = ["EmbeddedMooncakeStore"]
@@ -77,6 +78,7 @@ class EmbeddedMooncakeStore(MooncakeStore):
             self._prepare()
             self.cluster.start()
             self._master = self.cluster.address
+            self._contact = MasterContact(self._master)
         with ExitStack() as undo:
             undo.callback(self.cluster.close)
             super().open()
