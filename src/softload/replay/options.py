@@ -10,7 +10,7 @@ from softload.config import DraftPolicy, Integrity, Layout, LoaderConfig
 from softload.replay.shapes import DraftKind, find_shape
 from softload.replay.synthetic import synthetic_trace
 from softload.replay.trace import TraceRequest, read_trace
-from softload.stores import open_store
+from softload.stores import EmbeddedMooncakeStore, open_store
 from softload.testing.faults import Fault, FaultKind, parse_fault
 
 __all__ = ["AdmissionMode", "ReplayOptions", "SchedulerOptions"]
@@ -152,9 +152,7 @@ class ReplayOptions:
         faults = tuple(parse_fault(spec) for spec in self.faults)
         for fault, spec in zip(faults, self.faults, strict=True):
             if fault.kind.is_scheduled:
-                raise ValueError(
-                    f"fault {spec!r}: expected a fault of calls, got one of the cluster: a later release has them"
-                )
+                self._check_cluster(fault, spec)
             own_objects = self.draft is DraftKind.SIDECAR or self.layout is Layout.GROUPED
             if fault.kind is FaultKind.DRAFT_LOSS and (self.draft is DraftKind.NONE or not own_objects):
                 raise ValueError(
@@ -162,6 +160,15 @@ class ReplayOptions:
                     f"got draft {self.draft} in layout {self.layout}"
                 )
         return faults
+
+    def _check_cluster(self, fault: Fault, spec: str) -> None:
+        store = open_store(self.store)
+        owners = store.cluster.owner_count if isinstance(store, EmbeddedMooncakeStore) else None
+        if owners is None or (fault.kind.needs_owner and not owners):
+            raise ValueError(
+                f"fault {spec!r}: expected a cluster of the replay's own, --store 'mooncake://embedded?owners=N', "
+                f"got {self.store!r}"
+            )
 
     def read_requests(self) -> list[TraceRequest]:
         """The requests to replay.

@@ -9,6 +9,7 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import nullcontext
 from urllib.parse import parse_qs, urlsplit
 
 import anyio
@@ -30,9 +31,9 @@ from softload.replay.progress import Progress
 from softload.replay.scheduler import Scheduler
 from softload.replay.shapes import build_pools, find_shape
 from softload.replay.trace import TraceRequest
-from softload.stores import open_store, parse_size
+from softload.stores import EmbeddedMooncakeStore, open_store, parse_size
 from softload.telemetry import Statistics
-from softload.testing.faults import FaultyStore
+from softload.testing import ClusterFaults, FaultyStore, MomentStore
 from softload.transfer import PoolName
 
 __all__ = ["ZEROS", "is_clean", "replay"]
@@ -71,12 +72,21 @@ async def replay(
     metrics = Metrics()
     config = options.loader()
     store: PageStore = open_store(options.store)
+    faults = options.parsed_faults()
+    happening: ClusterFaults | None = None
+    of_cluster = [fault for fault in faults if fault.kind.is_scheduled]
+    if of_cluster:
+        assert isinstance(store, EmbeddedMooncakeStore)  # checked with the options
+        cluster = store.cluster
+        store = moments = MomentStore(store)
+        happening = ClusterFaults(cluster, of_cluster, moments)
     faulty: FaultyStore | None = None
-    if options.faults:
-        store = faulty = FaultyStore(
-            store, options.parsed_faults(), seed=options.seed, is_draft=_draft_keys(pools, config)
-        )
+    if len(faults) > len(of_cluster):
+        of_calls = [fault for fault in faults if not fault.kind.is_scheduled]
+        store = faulty = FaultyStore(store, of_calls, seed=options.seed, is_draft=_draft_keys(pools, config))
     touched = None if faulty is None else _touched_by(faulty, pools, config)
+    if happening is not None:  # whatever was promised may be gone
+        touched = _any_job
     ledger = Ledger(metrics, LruBound(capacity), options.draft, touched)
     max_pages = num_pages // 2
     metrics.cut_pages = sum(max(0, len(r.full_blocks) * shape.pages_per_block - max_pages) for r in requests)
@@ -90,7 +100,7 @@ async def replay(
             async with PageLoader(store, pools, config=config) as loader:
                 scheduler = Scheduler(loader, memory, ledger, executor, options.scheduler())
                 started = time.perf_counter()
-                with LagProbe() as probe:
+                with LagProbe() as probe, happening or nullcontext():
                     async with anyio.create_task_group() as tasks:
                         tasks.start_soon(_watch, metrics, len(requests), progress)
                         tasks.start_soon(_keep_heap_small)
@@ -124,12 +134,17 @@ async def replay(
         "landing_bytes": config.landing_bytes,
         "max_running": options.max_running,
         "faults": list(options.faults),
+        "happened": [] if happening is None else happening.happened,
         "seed": options.seed,
         "trace": "synthetic" if options.trace is None else options.trace.name,
         "python": platform.python_version(),
         "cpus": os.cpu_count(),
     }
     return figures
+
+
+def _any_job(_: Job) -> bool:
+    return True
 
 
 def is_clean(figures: dict[str, object]) -> bool:

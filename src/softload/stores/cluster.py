@@ -33,7 +33,8 @@ _POLL: Final = 0.02
 class MooncakeCluster:
     """The master that ships with the wheel, and `owners` processes that share a segment between them.
 
-    `master` and `owners` are handles with pids, for tests that freeze or kill them.
+    `master` and `owners` (`owner_count` of them, once it is started) are handles with pids, for tests that freeze or
+    kill them.
 
     Args:
         segment: bytes of memory that the owners have together.
@@ -55,7 +56,7 @@ class MooncakeCluster:
         client_ttl: float | None = None,
     ) -> None:
         self._segment = segment
-        self._owner_count = owners
+        self.owner_count = owners
         flags = [f"--default_kv_lease_ttl={round(lease * 1000)}", "--enable_metric_reporting=false"]
         if high_watermark is not None:
             flags.append(f"--eviction_high_watermark_ratio={high_watermark}")
@@ -93,7 +94,7 @@ class MooncakeCluster:
                 except StoreSetupError:
                     if self.master is None or self.master.alive or not attempts_left:
                         raise
-            self.owners = [self._start_owner() for _ in range(self._owner_count)]
+            self.owners = [self._start_owner() for _ in range(self.owner_count)]
             for owner in self.owners:
                 _await_owner(owner)
             undo.pop_all()
@@ -128,7 +129,7 @@ class MooncakeCluster:
         _await_owner(self.owners[index])
 
     def _start_owner(self) -> Child:
-        share = self._segment // max(1, self._owner_count)
+        share = self._segment // max(1, self.owner_count)
         program = [sys.executable, "-P", str(Path(__file__).with_name("owner.py"))]
         return Child([*program, "--master", self.address, "--segment", str(share)])
 

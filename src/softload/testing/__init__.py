@@ -3,11 +3,13 @@
 `softload.testing.store_suite` has the contract of a `PageStore` as a test class; it needs pytest, so import it by name.
 """
 
+from softload.testing.cluster_faults import ClusterFaults
 from softload.testing.doubles import HangingStore, RecordedCall, RecordingStore, ScriptedStore
 from softload.testing.faults import Fault, FaultKind, FaultyStore, parse_fault
 from softload.testing.moments import Moment, MomentStore
 
 __all__ = [
+    "ClusterFaults",
     "Fault",
     "FaultKind",
     "FaultyStore",
