@@ -46,7 +46,7 @@ async def test_a_struck_cluster_costs_pages_and_nothing_else(
         assert any(part in what for what in told), told
     report(
         " ".join(faults),
-        wall_s=figures["wall_s"],  # type: ignore[arg-type]
-        restored=figures["restored_pages"],  # type: ignore[arg-type]
-        computed=figures["computed_pages"],  # type: ignore[arg-type]
+        wall_s=figures["wall_s"],
+        restored=figures["restored_pages"],
+        computed=figures["computed_pages"],
     )
