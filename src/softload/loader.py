@@ -233,6 +233,7 @@ class PageLoader(AsyncContextManagerMixin):
             open_breakers=health.open_breakers,
             negative_keys=health.negative_keys,
             suppressed_requests=health.suppressed_requests,
+            dropped_log_lines=context.log.dropped,
         )
 
     @asynccontextmanager

@@ -559,7 +559,8 @@ class UnitRun:
         self._count_misses(missed, outcome.restored_pages)
         if self.wants.draft and outcome.draft_pages < outcome.restored_pages:
             counters.draft_dropped += 1
-            _log.info(
+            self._context.log.info(
+                _log,
                 events.DRAFT_DROPPED,
                 request_id=self.request_id,
                 draft_pages=outcome.draft_pages,
@@ -572,7 +573,8 @@ class UnitRun:
         if not missed or missed[0].status in _NOT_A_FAILURE:
             return
         self._context.health.suppress(self.request_id)
-        _log.info(
+        self._context.log.info(
+            _log,
             events.PAGE_MISSED,
             request_id=self.request_id,
             page=missed[0].page,
