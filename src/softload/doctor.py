@@ -21,6 +21,7 @@ from softload.errors import StoreSetupError
 from softload.outcomes import PageStatus
 from softload.protocols import Descriptor, PageStore
 from softload.stores import open_store
+from softload.stores.listening import exposed_ports
 
 __all__ = ["Check", "diagnose"]
 
@@ -118,7 +119,20 @@ def _mooncake(needed: bool, url: str) -> Iterator[Check]:
         )
 
 
+def _exposed(before: list[int]) -> Iterator[Check]:
+    """Ports that the store opened to other machines: a peer writes into registered memory through them."""
+    ports = sorted(set(exposed_ports()) - set(before))
+    if ports:
+        yield Check(
+            "listening",
+            None,
+            f"this process accepts connections from other machines on {', '.join(map(str, ports))}",
+            "let only the cluster reach them; MC_MIN_RPC_PORT and MC_MAX_RPC_PORT name the range",
+        )
+
+
 def _store(store: PageStore, url: str) -> Iterator[Check]:
+    before = exposed_ports()
     try:
         _bounded(store.open)
     except StoreSetupError as error:
@@ -128,6 +142,7 @@ def _store(store: PageStore, url: str) -> Iterator[Check]:
         yield Check("store", False, f"{url} did not answer within {_SECONDS:.0f} s", "is its master up and reachable?")
         return
     yield Check("store", True, f"{url} answers")
+    yield from _exposed(before)
     try:
         yield from _round_trip(store)
     except TimeoutError:

@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-pytest.importorskip("mooncake")
-
 _figures = pytest.StashKey[list[str]]()
 
 

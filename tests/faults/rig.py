@@ -14,6 +14,7 @@ import numpy as np
 from softload import Descriptor, PageLoader
 from softload.stores import EmbeddedMooncakeStore
 from softload.stores.children import Child
+from softload.stores.listening import listening_ports
 from softload.testing import MomentStore
 
 from ..loader.harness import Pools, load, make_pools, opened
@@ -62,7 +63,7 @@ class Rig:
         names = [name for found in by_page.values() for name in found]
         answers = await self.in_thread(self.embedded.descriptors, names)
         at = dict(zip(names, answers, strict=True))
-        ports = [_listening_ports(owner.pid) for owner in self.owners]
+        ports = [listening_ports(owner.pid) for owner in self.owners]
         found: list[list[str]] = [[] for _ in ports]
         for page, objects in by_page.items():
             endpoints = {answer.endpoint for name in objects if isinstance(answer := at[name], Descriptor)}
@@ -109,28 +110,6 @@ class Watch:
     @property
     def seconds(self) -> float:
         return time.perf_counter() - self._since
-
-
-def _listening_ports(pid: int) -> set[int]:
-    """TCP ports on which a process listens."""
-    import os
-
-    inodes = set()
-    for name in os.listdir(f"/proc/{pid}/fd"):
-        try:
-            target = os.readlink(f"/proc/{pid}/fd/{name}")
-        except OSError:
-            continue
-        if target.startswith("socket:["):
-            inodes.add(target[8:-1])
-    ports = set()
-    for table in ("tcp", "tcp6"):
-        with open(f"/proc/{pid}/net/{table}") as lines:
-            for line in list(lines)[1:]:
-                fields = line.split()
-                if fields[3] == "0A" and fields[9] in inodes:
-                    ports.add(int(fields[1].rpartition(":")[2], 16))
-    return ports
 
 
 async def recovered(rig: Rig, page_keys: Sequence[str], rows: Sequence[int], seconds: float = 40.0) -> None:

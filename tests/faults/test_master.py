@@ -16,6 +16,7 @@ from ..loader.harness import assert_outcome, keys, load, make_pools, missed, put
 from .rig import MODE_IDS, MODES, Watch, cluster, fill_store, recovered
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.mooncake]
+pytest.importorskip("mooncake")
 
 AWAY = {PageStatus.TIMED_OUT, PageStatus.STORE_UNREACHABLE, PageStatus.SUPPRESSED}
 
@@ -104,7 +105,9 @@ async def test_landed_pages_are_placed_without_a_master() -> None:
         assert watch.seconds < 5.0
 
 
-@pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
+@pytest.mark.parametrize(
+    "mode", [*(pytest.param(mode, marks=pytest.mark.long) for mode in MODES[:2]), MODES[2]], ids=MODE_IDS
+)
 async def test_a_restarted_master_is_found_and_its_old_sessions_are_not_read(
     mode: dict[str, Any], report: Callable[..., None]
 ) -> None:

@@ -17,19 +17,27 @@ from ..loader.harness import assert_outcome, keys, load, make_pools, missed, put
 from .rig import MODE_IDS, MODES, Rig, Watch, cluster, recovered
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.mooncake]
+pytest.importorskip("mooncake")
 
+QUICK = {("kill", "grouped"), ("freeze", "page-ranges")}
 LOST = {PageStatus.TIMED_OUT, PageStatus.TRANSFER_FAILED, PageStatus.NOT_FOUND}
 REFUSED = {PageStatus.SUPPRESSED, PageStatus.SHED, PageStatus.TRANSFER_FAILED, PageStatus.NOT_FOUND}
 
 
-@pytest.mark.parametrize("how", ["kill", "freeze"])
-@pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
+@pytest.mark.parametrize(
+    ("how", "mode"),
+    [
+        pytest.param(how, mode, id=f"{how}-{name}", marks=() if (how, name) in QUICK else pytest.mark.long)
+        for how in ("kill", "freeze")
+        for name, mode in zip(MODE_IDS, MODES, strict=True)
+    ],
+)
 async def test_an_owner_lost_in_mid_stream_costs_its_own_pages(
-    mode: dict[str, Any], how: str, monkeypatch: pytest.MonkeyPatch, report: Callable[..., None]
+    how: str, mode: dict[str, Any], monkeypatch: pytest.MonkeyPatch, report: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr(health, "_NEGATIVE_DEFAULT", 1.5)
+    monkeypatch.setattr(health, "_NEGATIVE_DEFAULT", 0.5)
     pools = make_pools(pages=144, layers=2, width=4096)
-    async with cluster(pools=pools, deadline=20.0, store={"client_ttl": 2.0}, read_batch_objects=2, **mode) as rig:
+    async with cluster(pools=pools, deadline=20.0, store={"client_ttl": 1.0}, read_batch_objects=2, **mode) as rig:
         loader = rig.loader
         await put(loader, pools, keys(64))
         lost, well = await rig.where(keys(64))

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.mooncake
+pytest.importorskip("mooncake")
 
 ROOT = Path(__file__).parents[2]
 TRIAL = "ip link add bridge0 type bridge && ip link add trial0 type veth peer name trial1"

@@ -21,6 +21,7 @@ from ..loader.harness import Pools, eventually, keys, load, make_pools, missed, 
 from .rig import MODE_IDS, MODES, Rig, cluster
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.mooncake]
+pytest.importorskip("mooncake")
 
 
 async def test_eviction_under_overlapping_loads_costs_what_was_evicted(report: Callable[..., None]) -> None:
@@ -102,7 +103,7 @@ PROVEN = [{"layout": "grouped", "integrity": "sample"}, {"layout": "grouped", "i
 UNPROVEN = [{"layout": "grouped", "integrity": "off"}, MODES[1], MODES[2]]
 
 
-@pytest.mark.parametrize("mode", PROVEN, ids=["sample", "full"])
+@pytest.mark.parametrize("mode", [PROVEN[0], pytest.param(PROVEN[1], marks=pytest.mark.long)], ids=["sample", "full"])
 async def test_foreign_bytes_are_never_committed(mode: dict[str, Any], report: Callable[..., None]) -> None:
     tries, foreign, restored = await _replace(mode, loads=50)
     report("removed, reused and put again", tries=tries, restored=restored, foreign=foreign)
@@ -110,6 +111,7 @@ async def test_foreign_bytes_are_never_committed(mode: dict[str, Any], report: C
     assert foreign == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", UNPROVEN, ids=["off", "page-whole", "page-ranges"])
 async def test_what_comparing_descriptors_lets_pass(mode: dict[str, Any], report: Callable[..., None]) -> None:
     """Without digests a page that was put again, in place, by somebody else is not told from the page's own."""

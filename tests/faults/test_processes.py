@@ -19,6 +19,7 @@ from . import loading_script
 from .rig import Watch
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.mooncake]
+pytest.importorskip("mooncake")
 
 SCRIPT = Path(loading_script.__file__)
 

@@ -11,6 +11,7 @@ from softload.replay.options import AdmissionMode, ReplayOptions
 from softload.replay.runner import ZEROS, replay
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.mooncake]
+pytest.importorskip("mooncake")
 
 STORE = "mooncake://embedded?segment=64MiB&owners=2&client_ttl=2s&lease=2s"
 
@@ -25,9 +26,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     ("faults", "happened"),
     [
         (("freeze-owner@read:1",), ["owner 0 frozen", "thawed"]),
-        (("freeze-master@lookup:1",), ["master frozen", "thawed"]),
-        (("kill-master@landed:0.3",), ["master killed", "master started"]),
-        (("restart-master@save", "hang=3:0.5", "evict=0.05"), ["master started"]),
+        pytest.param(("freeze-master@lookup:1",), ["master frozen", "thawed"], marks=pytest.mark.long),
+        pytest.param(("kill-master@landed:0.3",), ["master killed", "master started"], marks=pytest.mark.long),
+        pytest.param(("restart-master@save", "hang=3:0.5", "evict=0.05"), ["master started"], marks=pytest.mark.long),
     ],
     ids=["owner-frozen", "master-frozen", "master-killed", "master-restarted-and-faults-of-calls"],
 )

@@ -182,6 +182,7 @@ def _figures(
         "quarantined_bytes": statistics.quarantined_bytes,
         "quarantined_bytes_peak": statistics.quarantined_bytes_peak,
         "open_sessions": statistics.open_sessions,
+        "stuck_threads": statistics.stuck_threads,
         "rss_mid": metrics.rss_mid,
         "bytes_loaded": statistics.bytes_loaded,
         "bytes_saved": statistics.bytes_saved,
