@@ -80,9 +80,15 @@ class _Bare:
         return [OBJECT] * PAGES
 
     def put(self, keys: list[str]) -> list[int]:
+        self.reserve(keys)
+        return self.write(keys)
+
+    def reserve(self, keys: list[str]) -> None:
         for page in range(PAGES):
             self.memory[page] = page + 1
         self.native.batch_put_session_start(keys, self.sizes)
+
+    def write(self, keys: list[str]) -> list[int]:
         written = self.native.batch_put_from_multi_buffer_ranges(
             keys, [[p] for p in self.pointers], [[OBJECT]] * PAGES, [[0]] * PAGES
         )
@@ -212,8 +218,8 @@ def owner(how: str, patience: float) -> Row:
 def put_to_the_dead(patience: float) -> Row:
     """An owner is killed in the middle of a put of 32 MiB."""
     with bare() as client:
-        child = client.cluster.owners[0]
-        took, answer, _ = timed(lambda: client.put(client.keys), child.kill, patience)
+        client.reserve(client.keys)
+        took, answer, _ = timed(lambda: client.write(client.keys), client.cluster.owners[0].kill, patience)
     codes = sorted({code for code in answer if code < 0}) if isinstance(answer, list) else "nothing"
 
     async def scenario(ours: _Ours) -> str:
