@@ -215,6 +215,34 @@ def owner(how: str, patience: float) -> Row:
     return Row(f"owner {what} in mid-read", f"{took}, answers {codes}", asyncio.run(with_ours(scenario)))
 
 
+def between_ranges(patience: float) -> Row:
+    """An owner is killed after the first layer of a load by ranges of an open session."""
+    part = OBJECT // LAYERS
+    with bare() as client:
+        client.put(client.keys)
+        client.native.batch_get_session_start(client.keys)
+
+        def read(layer: int) -> list[int]:
+            offsets, pointers = [[layer * part]] * PAGES, [[pointer] for pointer in client.pointers]
+            return list(
+                client.native.batch_get_into_multi_buffer_ranges(client.keys, pointers, [[part]] * PAGES, offsets)
+            )
+
+        read(0)
+        client.cluster.owners[0].kill()
+        took = [timed(lambda layer=layer: read(layer), lambda: None, patience)[0] for layer in (1, 2)]  # type: ignore[misc]
+
+    async def scenario(ours: _Ours) -> str:
+        ours.moments.at(Moment.LANDED, ours.cluster.owners[0].kill)
+        outcome, seconds = await ours.load("struck")
+        return f"{seconds:.2f} s for all layers: {outcome.restored_pages} of {PAGES} pages"
+
+    ours = asyncio.run(with_ours(scenario, layout="page", read_mode="ranges", read_batch_bytes=4 << 20))
+    return Row(
+        "owner killed between ranges of two layers", f"{took[0]} for the next layer, {took[1]} for the one after", ours
+    )
+
+
 def put_to_the_dead(patience: float) -> Row:
     """An owner is killed in the middle of a put of 32 MiB."""
     with bare() as client:
@@ -440,6 +468,7 @@ def main() -> None:
     rows = [
         owner("kill", patience),
         owner("freeze", patience),
+        between_ranges(patience),
         put_to_the_dead(patience),
         master("freeze", patience),
         master("kill", patience),

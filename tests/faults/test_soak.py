@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 from collections.abc import Callable
 
 import pytest
@@ -13,6 +14,7 @@ pytest.importorskip("mooncake")
 
 
 def test_a_minute_of_faults(report: Callable[..., None]) -> None:
+    faulthandler.cancel_dump_traceback_later()  # takes longer than the time after which stacks are printed
     figures = soak(60.0, seed=1)
     report(
         "soak",
