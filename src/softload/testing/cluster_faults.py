@@ -7,6 +7,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 
 import structlog
@@ -53,6 +54,7 @@ class ClusterFaults:
         self._ended = False
         self._acting = threading.RLock()
         self._frozen: set[Child] = set()
+        self._starting: list[threading.Thread] = []
         self._began = 0.0
         self._thread = threading.Thread(target=self._run, name="softload-cluster-faults", daemon=True)
         self.happened: list[tuple[float, str]] = []
@@ -79,6 +81,8 @@ class ClusterFaults:
             for child in list(self._frozen):
                 self._thaw(child)
         self._thread.join()
+        for thread in self._starting:
+            thread.join()
 
     def _run(self) -> None:
         while True:
@@ -106,20 +110,20 @@ class ClusterFaults:
     def _do(self, kind: FaultKind) -> Callable[[], None] | None:
         """Do it, and say how to undo it; ``None`` where there is nothing to undo."""
         cluster = self._cluster
+        mend: Callable[[], None]
         if kind is FaultKind.RESTART_MASTER:
-            self._restart(cluster.restart_master, "master")
+            self._restart_master()
             return None
         if kind.needs_owner:
             well = [index for index, child in enumerate(cluster.owners) if self._is_well(child)]
             if not well:
                 return None
             index = well[0]
-            child, name = cluster.owners[index], f"owner {index}"
-            start: Callable[[], None] = lambda: cluster.restart_owner(index)  # noqa: E731
+            child, name, mend = cluster.owners[index], f"owner {index}", partial(self._restart_owner, index)
         else:
             if cluster.master is None or not self._is_well(cluster.master):
                 return None
-            child, name, start = cluster.master, "master", cluster.restart_master
+            child, name, mend = cluster.master, "master", self._restart_master
         if kind in (FaultKind.FREEZE_OWNER, FaultKind.FREEZE_MASTER):
             child.freeze()
             self._frozen.add(child)
@@ -127,13 +131,23 @@ class ClusterFaults:
             return lambda: self._thaw(child)
         child.kill()
         self._note(f"{name} killed")
-        return lambda: self._restart(start, name)
+        return mend
 
     def _mend(self, mend: Callable[[], None]) -> None:
         with self._acting:
             mend()
 
-    def _restart(self, start: Callable[[], None], name: str) -> None:
+    def _restart_master(self) -> None:
+        self._start(self._cluster.restart_master, "master")
+
+    def _restart_owner(self, index: int) -> None:
+        # It waits for a master, which may be frozen and have to be thawed meanwhile.
+        start = partial(self._cluster.restart_owner, index)
+        thread = threading.Thread(target=self._start, args=(start, f"owner {index}"), daemon=True)
+        self._starting.append(thread)
+        thread.start()
+
+    def _start(self, start: Callable[[], None], name: str) -> None:
         try:
             start()
             self._note(f"{name} started")
