@@ -18,7 +18,7 @@ STORE = "mooncake://embedded?segment=64MiB&owners=2&client_ttl=2s&lease=2s"
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "_IDLE_SECONDS", 0.05)
+    monkeypatch.setattr(runner, "_QUIET_SECONDS", 0.05)
     monkeypatch.setattr(runner, "_POOL_BYTES", 512 * (32 << 10))
 
 
