@@ -38,28 +38,31 @@ soak: $(READY)  ## Replay for half an hour on a cluster whose processes fail eve
 	$(BIN)/python -m tests.faults.soak --seconds $(SECONDS) $(if $(TRACE),--trace $(TRACE))
 
 test-vllm: VLLM_TESTS := -m "not slow"
+test-vllm: VLLM_FILES := $(shell grep -LE '^pytestmark = .*mark\.slow' tests/adapters/vllm/test_*.py)
 test-vllm: .venv-vllm/.ready  ## Run the tests of the vLLM connector, but the long ones, in an environment of their own
 	@$(test_vllm)
 
+test-vllm-all: VLLM_FILES := $(wildcard tests/adapters/vllm/test_*.py)
 test-vllm-all: .venv-vllm/.ready  ## Run all tests of the vLLM connector
 	@$(test_vllm)
 
-# A process per file: an engine leaves more behind than the next one likes. 5: nothing in a file was chosen.
+# A process per file: an engine leaves more behind than the next one likes. 5: PYTEST chooses nothing in a file.
 define test_vllm
-set -e; for file in tests/adapters/vllm/test_*.py; do \
-	.venv-vllm/bin/python -m pytest -c tests/adapters/vllm/pytest.ini $(VLLM_TESTS) $$file $(PYTEST) || [ $$? -eq 5 ]; done
+set -e; for file in $(VLLM_FILES); do \
+	.venv-vllm/bin/python -m pytest -c tests/adapters/vllm/pytest.ini $(VLLM_TESTS) $$file $(PYTEST) || [ "$$?$(if $(PYTEST),chosen)" = 5chosen ]; done
 endef
 
-.venv-vllm/.ready: scripts/venv-vllm
-	PYTHON=$${PYTHON:-python3} ./scripts/venv-vllm
+# After .venv, whose bootstrap chooses the interpreter and installs the system libraries that Mooncake links.
+.venv-vllm/.ready: scripts/venv-vllm | $(READY)
+	./scripts/venv-vllm
 	@touch $@
 
 test-sglang: .venv-sglang/.ready  ## Compare pools with SGLang's own assembler, in a virtual environment of its own
 	.venv-sglang/bin/python -m pytest -c tests/adapters/sglang_pools/run.ini --rootdir . \
 		tests/adapters/sglang_pools $(PYTEST)
 
-.venv-sglang/.ready: scripts/venv-sglang
-	PYTHON=$${PYTHON:-python3} ./scripts/venv-sglang
+.venv-sglang/.ready: scripts/venv-sglang | $(READY)
+	./scripts/venv-sglang
 	@touch $@
 
 lint: $(READY)  ## Check style, formatting, types and the import contracts
