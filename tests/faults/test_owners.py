@@ -67,6 +67,7 @@ async def test_an_owner_lost_in_mid_stream_costs_its_own_pages(
             answered, calls_out = watch.seconds, rig.embedded.calls_out
         report(f"owner {how}", answered_s=answered, healthy_load_s=other_seconds, calls_out=calls_out)
         assert answered < 15.0
+        assert other_seconds < 0.9, "the healthy owner's pages did not wait for the other's"
         if how == "freeze":
             assert calls_out > 0, "answered before the native call returned"
             assert answered >= 1.0
