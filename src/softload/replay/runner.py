@@ -31,7 +31,7 @@ from softload.replay.progress import Progress
 from softload.replay.scheduler import Scheduler
 from softload.replay.shapes import build_pools, find_shape
 from softload.replay.trace import TraceRequest
-from softload.stores import EmbeddedMooncakeStore, open_store, parse_size
+from softload.stores import EmbeddedMooncakeStore, QuietStart, open_store, parse_size
 from softload.telemetry import Statistics
 from softload.testing import ClusterFaults, FaultyStore, MomentStore
 from softload.transfer import PoolName
@@ -72,15 +72,15 @@ async def replay(
     capacity = _store_pages(options.store, pools, options.layout)
     metrics = Metrics()
     config = options.loader()
-    store: PageStore = open_store(options.store)
+    opened = open_store(options.store)
+    store: PageStore = QuietStart(opened)
     faults = options.parsed_faults()
     happening: ClusterFaults | None = None
     of_cluster = [fault for fault in faults if fault.kind.is_scheduled]
     if of_cluster:
-        assert isinstance(store, EmbeddedMooncakeStore)  # checked with the options
-        cluster = store.cluster
+        assert isinstance(opened, EmbeddedMooncakeStore)  # checked with the options
         store = moments = MomentStore(store)
-        happening = ClusterFaults(cluster, of_cluster, moments)
+        happening = ClusterFaults(opened.cluster, of_cluster, moments)
     faulty: FaultyStore | None = None
     if len(faults) > len(of_cluster):
         of_calls = [fault for fault in faults if not fault.kind.is_scheduled]

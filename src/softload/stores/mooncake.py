@@ -14,6 +14,7 @@ from softload.errors import LoaderClosedError, StoreSetupError
 from softload.events import STORE_RAISED
 from softload.outcomes import PageStatus
 from softload.protocols import Answer, Descriptor, PutAnswer, PutRefusal
+from softload.stores import setup_checks
 from softload.stores.checks import check_lengths, check_positive
 from softload.stores.cluster import INSTALL_HINT
 from softload.stores.gate import CallGate
@@ -51,7 +52,7 @@ class MooncakeStore:
         protocol: `tcp` or `rdma`.
         device: RDMA devices, comma-separated; empty for Mooncake's own choice.
         metadata: address of the metadata server, or `P2PHANDSHAKE` for none.
-        segment: bytes of memory that this process gives to the store.
+        segment: bytes of memory that this process gives to the store: 0, or at least 16 MiB.
         local_buffer: bytes of the client's own buffer.
         tenant: tenant of a master with tenants; empty for the default one.
         lease: seconds that the master's leases last; Mooncake does not tell, so a value that is too long is a mistake.
@@ -74,13 +75,11 @@ class MooncakeStore:
         lease: float = 5.0,
         hostname: str | None = None,
     ) -> None:
-        if segment < 0:
-            raise ValueError(f"segment: expected 0 or more bytes, got {segment}")
         self._master = master
-        self._protocol = protocol
+        self._protocol = setup_checks.check_protocol(protocol)
         self._device = device
-        self._metadata = metadata
-        self._segment = segment
+        self._metadata = setup_checks.check_metadata(metadata)
+        self._segment = setup_checks.check_segment(segment) if segment else 0
         self._local_buffer = check_positive("local_buffer", local_buffer)
         self._tenant = tenant
         self._lease_ttl = check_positive("lease", lease)
@@ -113,7 +112,7 @@ class MooncakeStore:
         """Connect to the master; again is no change. Takes about 0.1 s, of which the native part holds the GIL.
 
         Raises:
-            StoreSetupError: the library is missing, or the master does not answer.
+            StoreSetupError: the library or an RDMA device is missing, or master or metadata server do not answer.
             LoaderClosedError: after `close`.
         """
         with self._lock:
@@ -122,24 +121,11 @@ class MooncakeStore:
             if self._native is not None:
                 return
             client_type = self._prepare()
-            local_address = probe_master(self._master)
-            native = client_type()
-            extra = {"tenant_id": self._tenant} if self._tenant else {}
-            code = native.setup(
-                self._hostname or local_address,
-                self._metadata,
-                self._segment,
-                self._local_buffer,
-                self._protocol,
-                self._device,
-                self._master,
-                **extra,
-            )
-            if code != 0:
-                raise StoreSetupError(
-                    f"expected Mooncake's setup at master {self._master} to answer 0, got {code}: protocol "
-                    f"{self._protocol!r}, device {self._device!r}, metadata {self._metadata!r}, segment {self._segment}"
-                )
+            if self._protocol == "rdma":
+                setup_checks.probe_rdma(self._device)
+            setup_checks.probe_metadata(self._metadata)
+            local_address, native = probe_master(self._master), client_type()
+            self._set_up(native, self._hostname or local_address)
             restore_log_level(native_library())
             self._native = native
             leave_at_exit(self)
@@ -316,6 +302,16 @@ class MooncakeStore:
                 "by the CUDA wheels only, without an accelerator use mooncake-transfer-engine-non-cuda"
             ) from error
         return MooncakeDistributedStore
+
+    def _set_up(self, native: Any, hostname: str) -> None:
+        memory, transport = (self._segment, self._local_buffer), (self._protocol, self._device)
+        tenant = {"tenant_id": self._tenant} if self._tenant else {}
+        try:
+            code = native.setup(hostname, self._metadata, *memory, *transport, self._master, **tenant)
+        except MemoryError:
+            code = setup_checks.OUT_OF_MEMORY
+        if code != 0:
+            raise setup_checks.setup_refused(code, self._master, self._metadata, memory, transport)
 
     def _call(self, ask: _Ask, *, asks_master: bool = True) -> Any:
         """One native call: what it answered, or the status of a store that is closed, out of reach, or that raised."""

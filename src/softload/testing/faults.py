@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -97,6 +98,12 @@ class Fault:
     lasts: float | None = None
 
 
+_MOST_HANGS: Final = 100_000
+"""Each is planned before the run."""
+
+_MOST_ASKED: Final = 65_536
+"""Keys, by kind, of which is remembered how often they were asked for: a long run has no end of them."""
+
 _NUMBER: Final = r"(\d+(?:\.\d+)?|\.\d+)"
 _MOMENT: Final = f"({'|'.join(Moment)})"
 _FORMS: Final[Mapping[FaultKind, tuple[str, re.Pattern[str]]]] = {
@@ -125,8 +132,11 @@ def parse_fault(text: str) -> Fault:
     try:
         kind = FaultKind(name)
     except ValueError:
-        known = ", ".join(form for form, _ in _FORMS.values())
-        raise ValueError(f"fault {text!r}: expected one of {known}, got {name!r}") from None
+        of_calls = ", ".join(form for kind, (form, _) in _FORMS.items() if not kind.is_scheduled)
+        of_processes = ", ".join(form for kind, (form, _) in _FORMS.items() if kind.is_scheduled)
+        raise ValueError(
+            f"fault {text!r}: expected one of {of_calls}; or, of a cluster's processes, {of_processes}; got {name!r}"
+        ) from None
     form, pattern = _FORMS[kind]
     match = pattern.fullmatch(text[len(name) :])
     if match is None:
@@ -141,6 +151,8 @@ def parse_fault(text: str) -> Fault:
         )
     values = [float(value) for value in match.groups()]
     if kind is FaultKind.HANG:
+        if int(match[1]) > _MOST_HANGS:
+            raise ValueError(f"fault {text!r}: expected at most {_MOST_HANGS} calls, got {match[1]}")
         return Fault(kind, calls=int(match[1]), seconds=values[1])
     if values[0] > 1:
         raise ValueError(f"fault {text!r}: expected a probability of at most 1, got {match[1]}")
@@ -183,7 +195,7 @@ class FaultyStore(WrapperStore):
         self._seed = seed
         self._is_draft = is_draft
         self._lock = threading.Lock()
-        self._asked: dict[tuple[FaultKind, str], int] = {}
+        self._asked: OrderedDict[tuple[FaultKind, str], int] = OrderedDict()
         self._late: set[str] = set()
         self._reads = 0
         self._hangs: dict[int, float] = {}
@@ -287,8 +299,10 @@ class FaultyStore(WrapperStore):
         if threshold:
             with self._lock:
                 for key in keys:
-                    asked = self._asked.get((kind, key), 0)
+                    asked = self._asked.pop((kind, key), 0)
                     self._asked[kind, key] = asked + 1
+                    if len(self._asked) > _MOST_ASKED:
+                        self._asked.popitem(last=False)
                     if self._hash(kind, key, asked) < threshold:
                         chosen.add(key)
         return chosen
