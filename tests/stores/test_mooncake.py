@@ -366,3 +366,29 @@ def test_a_master_that_is_gone_is_not_asked_until_it_listens_again(
     assert list(store.read_ranges(["a"], [[1]], [[10]], [[0]])) == [10], "ranges need no master"
     listens = True
     assert list(store.read(["a"], [1], [10])) == [10]
+
+
+def test_who_waits_behind_a_question_to_a_dead_master_does_not_ask(
+    store: MooncakeStore, native: Native, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that is out when the master dies tries for four seconds; those behind it look whether anybody listens."""
+    monkeypatch.setattr("softload.stores.master_contact.accepts", lambda address: False)
+    asked, goes_on = threading.Event(), threading.Event()
+
+    def ask(keys: list[str]) -> dict[str, object]:
+        asked.set()
+        goes_on.wait(10)
+        return {}
+
+    native.answers["batch_get_replica_desc"] = ask
+    answers: list[object] = []
+    first = threading.Thread(target=lambda: answers.extend(store.descriptors(["a"])))
+    first.start()
+    try:
+        assert asked.wait(10)
+        assert list(store.descriptors(["b"])) == [PageStatus.STORE_UNREACHABLE]
+    finally:
+        goes_on.set()
+        first.join(10)
+    assert answers == [PageStatus.STORE_UNREACHABLE]
+    assert native.count("batch_get_replica_desc") == 1

@@ -41,9 +41,12 @@ class MasterContact:
     def turn(self) -> Iterator[None]:
         """Around a call that many threads make at a time: one after another, as long as that is quick.
 
-        When a master dies the first call to notice fails at once, and those behind it need not be made.
+        When a master dies, a call that is out then tries for 4 s, or the next one fails at once. Those behind it need
+        not be made: they look whether anybody listens.
         """
         mine = self._turn.acquire(timeout=_TURN_SECONDS)
+        if not mine:
+            self.failed()
         try:
             yield
         finally:
