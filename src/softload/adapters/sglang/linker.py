@@ -1,0 +1,379 @@
+"""`SoftloadLinker`: what SGLang's radix cache calls, on the scheduler's thread."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import structlog
+import torch
+from sglang.srt.mem_cache.hicache_storage import PoolName as SglangPoolName
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
+from sglang.srt.runtime_context import get_disagg, get_model, get_parallel
+
+from softload import events
+from softload.adapters._bridge import LoaderBridge
+from softload.adapters.consensus import RankGroup
+from softload.adapters.sglang import hooking
+from softload.adapters.sglang.batches import LayerCounter, LoadBatch, PlacementBatch, StreamBatch
+from softload.adapters.sglang.holds import Hold, Holds, Placement
+from softload.adapters.sglang.offloads import Offloads
+from softload.adapters.sglang.options import Admission, LinkerOptions
+from softload.adapters.sglang.units import Wanted, unit_of_load, unit_of_offload
+from softload.geometry import DraftMode, build_pool_group
+from softload.geometry.drafts import without_unfit_draft
+from softload.geometry.group import DevicePoolGroup
+from softload.loader import PageLoader
+from softload.protocols import PageStore
+from softload.stores import open_store
+from softload.transfer import Fence, PoolName
+
+__all__ = ["SoftloadLinker"]
+
+_log = structlog.get_logger(__name__)
+
+_SOURCES = {ComponentType.FULL: PoolName.KV, ComponentType.SWA: PoolName.SWA, ComponentType.MAMBA: PoolName.MAMBA}
+"""The logical pool of each component of the tree."""
+
+_PLACE_SECONDS = 2.0
+"""How long copying landed bytes into slots may take."""
+
+_IDLE_SECONDS = 0.005
+"""How long an idle scheduler waits for a held request before it looks for new ones."""
+
+_DRAIN_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Queued:
+    """A load that has slots and starts with its batch."""
+
+    transfers: Sequence[Any]
+    hold: Hold
+
+
+class SoftloadLinker(UnifiedCacheLinker):  # type: ignore[misc]
+    """An external cache linker that restores pages from a store, fail-soft.
+
+    Named in `--unified-cache-external-linker-config` as ``"linker": "SoftloadLinker"`` with ``"linker_module_path":
+    "softload.adapters.sglang"``; its settings are those of `LinkerOptions`, in ``linker_extra_config``.
+
+    Raises:
+        ValueError: settings, pools or an engine that it does not support; the message names what was expected.
+    """
+
+    def __init__(
+        self,
+        server_args: Any,
+        params: Any,
+        *,
+        components: Any,
+        extra_config: Mapping[str, Any] | None = None,
+        forward_stream: Any = None,
+    ) -> None:
+        self.options = options = LinkerOptions.parse(extra_config or {})
+        self.admission = _admission(options, params)
+        self.forward_stream = forward_stream
+        self.pool_group = pools = _pool_group(params, components)
+        self.pools = {SglangPoolName(pool.name.value): pool for pool in pools.pools}
+        self.layer_done_counter = LayerCounter()
+        if PoolName.MAMBA.value in {name.value for name in self.pools}:
+            params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
+        attention = [params.attn_cp_cache_group, params.attn_tp_cache_group]
+        self._ranks = RankGroup(attention)
+        if self._ranks.is_alone:
+            self._ranks = RankGroup([params.tp_cache_group])
+        group = params.attn_tp_cache_group or params.tp_cache_group
+        config = options.loader_config(
+            options.namespace or _namespace(),
+            tp_rank=0 if group is None else torch.distributed.get_rank(group=group),
+            cp_rank=params.attn_cp_rank,
+            pp_rank=params.pp_rank,
+        )
+        self._bridge = LoaderBridge(lambda: PageLoader(self.make_store(), pools, config=config))
+        self._holds = Holds(
+            self._bridge,
+            pools,
+            # Without hooks nobody comes by on every rank alike: SGLang intersects the answers of a lookup by itself.
+            RankGroup() if self.admission is Admission.SYNC else self._ranks,
+            deadline=options.deadline,
+            hold_limit=options.hold_limit,
+            limit=options.max_holds,
+            lookup_only=self.admission is Admission.STREAM,
+        )
+        self._offloads = Offloads(self._bridge, options.offload_limit)
+        self._queued: dict[str, _Queued] = {}
+        self._failed: set[str] = set()
+        self.leaving: list[Any] = []
+        """Requests that failed in the batch that ran last, which they leave before the next one is chosen."""
+        self._blocked = 0.0
+        self._number = 0
+        opened = self._bridge.start(options.start_timeout)
+        if not opened and options.require_store:
+            self._bridge.close()
+            raise self._bridge.setup_error or TimeoutError(
+                f"the store {options.store} was not set up within {options.start_timeout} s"
+            )
+        _log.info(
+            "linker.started", store=options.store, admission=self.admission, pools=repr(pools), opened=opened
+        )
+
+    def make_store(self) -> PageStore:
+        """The store of one loader, not opened; a subclass may wrap it."""
+        return open_store(self.options.store)
+
+    # -- what SGLang calls
+
+    def lookup(self, rid: str, transfers: list[Any]) -> list[int]:
+        """The prefixes that can be restored now, in pages. A held request has none yet."""
+        if rid in self._failed:
+            return []
+        wanted = Wanted.read(transfers)
+        if not wanted.keys:
+            return []
+        hold = self._holds.look(rid, wanted)
+        if hold is None:
+            return []
+        if self.admission is Admission.SYNC:
+            self._block(partial(self._holds.wait, hold))
+        return [] if self._holds.is_undecided(rid) else hold.boundaries(len(wanted.keys))
+
+    def load(self, rid: str, transfers: list[Any]) -> bool:
+        """Queue a load into slots; False makes SGLang compute the pages. The same on every rank."""
+        if self.admission is not Admission.SYNC:
+            hold = self._holds.take(rid)
+            if hold is None:
+                return False
+            self._queued[rid] = _Queued(transfers, hold)
+            return True
+        hold = self._holds.take(rid)
+        restored = hold is not None and self._place_now(rid, transfers, hold)
+        (agreed,) = self._ranks.minimum([int(restored)])
+        return bool(agreed)
+
+    def cancel_queued_load(self, rid: str) -> bool:
+        """Forget a load that has not started."""
+        queued = self._queued.pop(rid, None)
+        if queued is not None:
+            self._holds.give_up(queued.hold)
+        return queued is not None
+
+    def start_layer_wise_loading(self) -> int:
+        """Start the queued loads; the number of their batch, -1 for none."""
+        queued, self._queued = self._queued, {}
+        if not queued:
+            return -1
+        fence = self._fence()
+        if self.admission is Admission.STREAM:
+            deadline = self.options.deadline
+            units = {
+                rid: unit_of_load(item.hold.unit_id, item.transfers, item.hold.wanted, self.pool_group, deadline, fence)
+                for rid, item in queued.items()
+            }
+            batch: LoadBatch = StreamBatch(self._bridge, units, self.pool_group.num_layers, deadline)
+        else:
+            batch = self._place(queued, fence)
+        return self.layer_done_counter.add(batch)
+
+    def finish_layer_wise_loading(self, counter_index: int) -> bool:
+        """Wait, bounded, for the end of a batch's loads: whether all of them came."""
+        return all(self.layer_done_counter.finish(counter_index).values())
+
+    def offload(self, transfers: list[Any], session_id: str | None = None) -> bool:
+        """Save pages once they are computed; False where nothing is saved."""
+        if not self.options.save:
+            return False
+        self._number += 1
+        unit = unit_of_offload(f"offload#{self._number}", transfers, self.pool_group, self._fence())
+        return self._offloads.start(unit)
+
+    def num_completed_offloads(self) -> int:
+        """How many offloads have a result. SGLang asks once a step."""
+        self._blocked = 0.0
+        if self.admission is Admission.SYNC:
+            self._holds.expire()
+        return self._offloads.completed()
+
+    def pop_completed_offload(self) -> bool:
+        """The oldest result."""
+        return self._offloads.pop()
+
+    def reset(self) -> None:
+        """Forget everything; slots are neither read nor written any more when it returns, bounded."""
+        for rid in list(self._queued):
+            self.cancel_queued_load(rid)
+        self._holds.clear()
+        self.layer_done_counter.reset()
+        self._offloads.clear()
+        self._failed.clear()
+        self.leaving.clear()
+
+    def close(self) -> None:
+        """Close the loader; bounded, as are the saves that are still out."""
+        wait(self._offloads.pending(), _DRAIN_SECONDS)
+        self.reset()
+        if not self._bridge.close():
+            _log.error("loader.not_closed")
+
+    # -- what the plugin's hooks call
+
+    def is_held(self, rid: str) -> bool:
+        """Whether the request's bytes are on their way: it stays in the queue, and others pass it."""
+        return self.admission is not Admission.SYNC and rid not in self._failed and self._holds.is_undecided(rid)
+
+    def has_failed(self, rid: str) -> bool:
+        """Whether the request's load failed and the engine has not computed it since: it is not looked up."""
+        return rid in self._failed
+
+    def step(self) -> None:
+        """Once a step of the scheduler, on every rank alike."""
+        self._holds.tick()
+
+    def wait_idle(self) -> None:
+        """The scheduler has nothing to run: wait a moment for held requests, instead of taking their threads' time."""
+        self._holds.wait_change(_IDLE_SECONDS)
+
+    def failed_loads(self, counter_index: int, rids: Sequence[str]) -> list[str]:
+        """Wait, bounded, for a batch's end: the requests that did not get all of it on every rank."""
+        if self.admission is Admission.SYNC:
+            return []  # what had failed was not loaded
+        verdicts = self.layer_done_counter.finish(counter_index)
+        agreed = self._ranks.minimum([int(verdicts.get(rid, False)) for rid in rids])
+        failed = [rid for rid, good in zip(rids, agreed, strict=True) if not good]
+        self._failed.update(failed)
+        return failed
+
+    def computed(self, rids: Sequence[str]) -> None:
+        """A forward over these requests was accepted."""
+        for rid in rids:
+            self._failed.discard(rid)
+            self._holds.drop(rid)
+
+    def ended(self, rid: str) -> None:
+        """The request is gone."""
+        self._failed.discard(rid)
+        self._holds.drop(rid)
+
+    # -- its own
+
+    def _place_now(self, rid: str, transfers: Sequence[Any], hold: Hold) -> bool:
+        batch = self._place({rid: _Queued(transfers, hold)}, self._fence())
+        return batch.verdicts()[rid]
+
+    def _place(self, queued: Mapping[str, _Queued], fence: Fence | None) -> PlacementBatch:
+        batch = PlacementBatch(list(queued), _PLACE_SECONDS)
+        for rid, item in queued.items():
+            hold = item.hold
+            unit = unit_of_load(hold.unit_id, item.transfers, hold.wanted, self.pool_group, _PLACE_SECONDS, fence)
+            self._holds.place(hold, Placement(unit, partial(batch.ended, rid)))
+        return batch
+
+    def _block(self, waiting: Callable[[float], object]) -> None:
+        """Wait for the store, as long as this step may still do so."""
+        left = self.options.blocking_limit - self._blocked
+        if left > 0:
+            since = time.monotonic()
+            waiting(left)
+            self._blocked += time.monotonic() - since
+
+    def _fence(self) -> Fence | None:
+        """What the device has to reach before slots may be read or written; a CPU's are free at once."""
+        if self.pool_group.device.type == "cpu":
+            return None
+        ready = self.record_offload_ready()
+
+        def reached() -> None:
+            for event in ready:
+                event.synchronize()
+
+        return reached
+
+
+def _admission(options: LinkerOptions, params: Any) -> Admission:
+    """What was asked for, or `hold` where that can be.
+
+    Raises:
+        ValueError: `hold` or `stream` was asked for in an engine that cannot be hooked for it.
+    """
+    if options.admission is Admission.SYNC:
+        return Admission.SYNC
+    reasons = [reason for reason in (hooking.missing(), *_unsupported(params)) if reason]
+    if not reasons:
+        return options.admission or Admission.HOLD
+    if options.admission is not None and hooking.missing() is None:
+        raise ValueError(
+            f"linker_extra_config: admission: {options.admission.value!r} was not tried with {'; '.join(reasons)}: "
+            "expected 'sync', or no admission at all"
+        )
+    _log.warning("linker.sync_only", reasons=reasons)
+    return Admission.SYNC
+
+
+def _unsupported(params: Any) -> list[str]:
+    parallel = get_parallel()
+    found = []
+    if params.pp_size > 1:
+        found.append(f"pipeline parallelism (pp_size {params.pp_size})")
+    if parallel.attn_dp_size > 1:
+        found.append(f"attention data parallelism (attn_dp_size {parallel.attn_dp_size})")
+    if get_disagg().disaggregation_mode != "null":
+        found.append(f"prefill-decode disaggregation (disaggregation_mode {get_disagg().disaggregation_mode})")
+    return found
+
+
+def _pool_group(params: Any, components: Any) -> DevicePoolGroup:
+    """The engine's pools; a draft that does not fit costs the draft.
+
+    Raises:
+        ValueError: pools of no known family, or components of the tree that do not go with them.
+    """
+    kinds = {ComponentType(kind) for kind in components}
+    unknown = sorted(str(kind) for kind in kinds - set(_SOURCES))
+    if unknown:
+        raise ValueError(f"expected components full, swa and mamba of the prefix tree, got {', '.join(unknown)}")
+    kvcache = params.token_to_kv_pool_allocator.get_kvcache()
+    packed, sidecar = params.mtp_draft_device_pools, params.sidecar_draft_device_pools
+    drafts = [*packed, *sidecar]
+    if params.mtp_draft_mamba_pools:
+        _log.warning(events.DRAFT_DISABLED, reason="draft: expected no recurrent layers, got a pool of its states")
+        drafts = []
+    group = without_unfit_draft(
+        lambda chosen: build_pool_group(
+            kvcache,
+            params.page_size,
+            req_to_token_pool=params.req_to_token_pool if ComponentType.MAMBA in kinds else None,
+            draft_pools=chosen or (),
+            draft_mode=(DraftMode.PACKED if packed else DraftMode.SIDECAR) if chosen else None,
+        ),
+        drafts or None,
+    )
+    expected = {_SOURCES[kind] for kind in kinds}
+    got = {pool.index_source for pool in group.target_pools} | {PoolName.KV}
+    if expected != got:
+        raise ValueError(
+            f"expected pools with slots of {', '.join(sorted(expected))}, as the prefix tree has them, "
+            f"got {', '.join(sorted(got))} from a {type(kvcache).__name__}"
+        )
+    return group
+
+
+def _namespace() -> str:
+    """The model, and everything beside the pools' geometry that decides what a page's bytes mean."""
+    model = get_model()
+    meaning = (
+        model.model_path,
+        model.revision,
+        model.quantization,
+        model.kv_cache_dtype,
+        model.json_model_override_args,
+        get_parallel().tp_size,
+        get_parallel().pp_size,
+    )
+    digest = hashlib.blake2b(repr(meaning).encode(), digest_size=8).hexdigest()
+    return f"sglang/{str(model.model_path).rstrip('/').rsplit('/', 1)[-1]}-{digest}"

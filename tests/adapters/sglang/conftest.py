@@ -1,0 +1,11 @@
+"""Tests of the SGLang linker: `make test-sglang`. Without SGLang they are skipped."""
+
+from __future__ import annotations
+
+import logging
+
+from tests.adapters.sglang_pools import stand_ins
+
+collect_ignore_glob = [] if stand_ins.install() else ["test_*.py"]
+
+logging.getLogger("sglang").setLevel(logging.WARNING)
