@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import threading
 import time
@@ -35,7 +36,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from softload.adapters.sglang import SoftloadLinker
 from softload.adapters.sglang.plugin import register
-from softload.protocols import PageStore
+from softload.adapters.sglang.units import Wanted
+from softload.outcomes import PageStatus
+from softload.protocols import Answer as StoreAnswer
+from softload.protocols import Descriptor, PageStore
+from softload.stores import WrapperStore
 
 VOCABULARY = 512
 PAGE = 64
@@ -46,18 +51,69 @@ register()
 HookRegistry.apply_hooks()
 
 
+class Faults(WrapperStore):
+    """A store whose objects can be made to fail, by what their keys contain."""
+
+    def __init__(self, inner: PageStore) -> None:
+        super().__init__(inner)
+        self.gone: Callable[[str], bool] = lambda key: False
+        """Objects that cannot be read although they are there."""
+        self.removed: Callable[[str], bool] = lambda key: False
+        """Objects that are removed once they were said to be there."""
+        self.seconds = 0.0
+        """How long a read takes at least."""
+        self.damaged: Callable[[str], bool] = lambda key: False
+        """Objects whose bytes change between the store and here."""
+
+    def descriptors(self, keys: Sequence[str]) -> Sequence[Descriptor | PageStatus]:
+        answers = self.inner.descriptors(keys)
+        self.inner.remove([key for key in keys if self.removed(key)], force=True)
+        return answers
+
+    def read(self, keys: Sequence[str], pointers: Sequence[int], sizes: Sequence[int]) -> Sequence[StoreAnswer]:
+        if self.seconds:
+            time.sleep(self.seconds)
+        answers = list(self.inner.read(keys, pointers, sizes))
+        for index, key in enumerate(keys):
+            if self.gone(key):
+                answers[index] = PageStatus.NOT_FOUND
+            if self.damaged(key):
+                span = (ctypes.c_uint8 * sizes[index]).from_address(pointers[index])
+                for at in range(1024, sizes[index] - 64, 4096):
+                    for byte in range(at, at + 512):
+                        span[byte] ^= 0x15
+        return answers
+
+
 class HookedLinker(SoftloadLinker):
     """The linker with a store that tests can reach into. Keeps what it was made with, so that others can be."""
 
     wrap: ClassVar[Callable[[PageStore], PageStore]] = lambda store: store
     made: ClassVar[tuple[tuple[Any, ...], dict[str, Any]]]
+    go: ClassVar[threading.Event] = threading.Event()
+    """While it is not set the scheduler stands before its next step."""
+    looked_up: ClassVar[dict[str, tuple[str, ...]]] = {}
+    """The page hashes of each request."""
+    steps: ClassVar[int] = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         type(self).made = args, kwargs
         super().__init__(*args, **kwargs)
 
     def make_store(self) -> PageStore:
-        return type(self).wrap(super().make_store())
+        return HookedLinker.wrap(super().make_store())
+
+    def step(self) -> None:
+        HookedLinker.go.wait()
+        HookedLinker.steps += 1
+        super().step()
+
+    def lookup(self, rid: str, transfers: list[Any]) -> list[int]:
+        HookedLinker.looked_up[rid] = Wanted.read(transfers).keys
+        return super().lookup(rid, transfers)
+
+
+HookedLinker.go.set()
 
 
 @dataclass(slots=True, eq=False)
@@ -148,6 +204,8 @@ class Engine:
         self.answers: dict[str, Answer] = {}
         self.forwards: Counter[str] = Counter()
         """How often each request was in an extending batch."""
+        self.batches: list[list[str]] = []
+        """The extending batches."""
         self._flushed = threading.Event()
         self._number = 0
         self._lock = threading.Lock()
@@ -204,11 +262,28 @@ class Engine:
         """SGLang's name of a request."""
         return next(rid for rid, known in self.answers.items() if known is answer)
 
+    def pages_of(self, answer: Answer) -> tuple[str, ...]:
+        """The hashes of a request's pages."""
+        return HookedLinker.looked_up[self.rid_of(answer)]
+
+    def together(self, prompts: Sequence[Prompt], *, tokens: int = 8) -> list[Answer]:
+        """Send requests that the scheduler sees at once, and wait for the ends of all."""
+        HookedLinker.go.clear()
+        try:
+            answers = [self.start(prompt, tokens=tokens) for prompt in prompts]
+            time.sleep(0.2)  # in the scheduler's socket, all of them
+        finally:
+            HookedLinker.go.set()
+        for answer in answers:
+            assert answer.done.wait(60), "a request has not ended"
+        return answers
+
     def settle(self, timeout: float = 20.0) -> None:
         """Wait until nothing runs and every offload has ended."""
         until = time.monotonic() + timeout
         wrapper = self.scheduler.tree_cache.linker
         while wrapper.pending_offloads or not self.scheduler.is_fully_idle():
+            assert self._threads[0].is_alive(), "the scheduler has died"
             assert time.monotonic() < until, "the engine is not idle"
             time.sleep(0.005)
 
@@ -284,6 +359,7 @@ class Engine:
         def counting(batch: Any, *args: Any, **kwargs: Any) -> Any:
             if batch.forward_mode.is_extend():
                 self.forwards.update(req.rid for req in batch.reqs)
+                self.batches.append([req.rid for req in batch.reqs])
             return run_batch(batch, *args, **kwargs)
 
         self.scheduler.run_batch = counting

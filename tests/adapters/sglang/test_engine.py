@@ -25,6 +25,7 @@ def test_cold_device_hit_and_restored_are_the_same(running: Engine, admission: s
     hits = running.generate(asked, tokens=12)
     running.flush()
     restored = running.generate(asked, tokens=12)
+    print(running.linker._bridge.statistics())
     assert [answer.tokens for answer in hits] == [answer.tokens for answer in cold]
     assert [answer.tokens for answer in restored] == [answer.tokens for answer in cold]
     assert all(answer.is_good for answer in restored)

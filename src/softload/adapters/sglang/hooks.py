@@ -52,7 +52,7 @@ def match(original: Original, wrapper: Any, key: Any, req: Any, result: Any) -> 
     linker = _linker_of_wrapper(wrapper)
     if linker is not None:
         wrapper.hit_markers.pop(req.rid, None)
-        if linker.has_failed(req.rid):
+        if not linker.starts_match(req.rid):
             return result
     return original(wrapper, key, req, result)
 

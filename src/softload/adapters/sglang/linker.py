@@ -110,6 +110,7 @@ class SoftloadLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._offloads = Offloads(self._bridge, options.offload_limit)
         self._queued: dict[str, _Queued] = {}
         self._failed: set[str] = set()
+        self._held: set[str] = set()
         self.leaving: list[Any] = []
         """Requests that failed in the batch that ran last, which they leave before the next one is chosen."""
         self._blocked = 0.0
@@ -138,11 +139,13 @@ class SoftloadLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if not wanted.keys:
             return []
         hold = self._holds.look(rid, wanted)
-        if hold is None:
-            return []
-        if self.admission is Admission.SYNC:
+        if hold is not None and self.admission is Admission.SYNC:
             self._block(partial(self._holds.wait, hold))
-        return [] if self._holds.is_undecided(rid) else hold.boundaries(len(wanted.keys))
+        if hold is None or self._holds.is_undecided(rid):
+            # By this answer, not by what is known a moment later, the request is admitted or stays in the queue.
+            self._held.add(rid)
+            return []
+        return hold.boundaries(len(wanted.keys))
 
     def load(self, rid: str, transfers: list[Any]) -> bool:
         """Queue a load into slots; False makes SGLang compute the pages. The same on every rank."""
@@ -212,6 +215,7 @@ class SoftloadLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.layer_done_counter.reset()
         self._offloads.clear()
         self._failed.clear()
+        self._held.clear()
         self.leaving.clear()
 
     def close(self) -> None:
@@ -225,11 +229,15 @@ class SoftloadLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def is_held(self, rid: str) -> bool:
         """Whether the request's bytes are on their way: it stays in the queue, and others pass it."""
-        return self.admission is not Admission.SYNC and rid not in self._failed and self._holds.is_undecided(rid)
+        return self.admission is not Admission.SYNC and rid in self._held
 
-    def has_failed(self, rid: str) -> bool:
-        """Whether the request's load failed and the engine has not computed it since: it is not looked up."""
-        return rid in self._failed
+    def starts_match(self, rid: str) -> bool:
+        """The request is matched anew; False if its load failed and the engine has not computed it since.
+
+        SGLang need not look it up: all of it may be on the device by now.
+        """
+        self._held.discard(rid)
+        return rid not in self._failed
 
     def step(self) -> None:
         """Once a step of the scheduler, on every rank alike."""
@@ -252,12 +260,12 @@ class SoftloadLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def computed(self, rids: Sequence[str]) -> None:
         """A forward over these requests was accepted."""
         for rid in rids:
-            self._failed.discard(rid)
-            self._holds.drop(rid)
+            self.ended(rid)
 
     def ended(self, rid: str) -> None:
-        """The request is gone."""
+        """The request is gone, or needs nothing any more."""
         self._failed.discard(rid)
+        self._held.discard(rid)
         self._holds.drop(rid)
 
     # -- its own
