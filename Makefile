@@ -15,7 +15,7 @@ STORE ?=
 # More options for pytest, for example: make test PYTEST="-k breaker -x"
 PYTEST ?=
 
-.PHONY: help venv test test-vllm test-vllm-all test-sglang lint demo clean
+.PHONY: help venv test test-vllm test-vllm-all test-sglang test-sglang-all lint demo clean
 
 help:  ## Show this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
@@ -46,11 +46,22 @@ endef
 	PYTHON=$${PYTHON:-python3} ./scripts/venv-vllm
 	@touch $@
 
-test-sglang: .venv-sglang/.ready  ## Compare pools with SGLang's own assembler, in a virtual environment of its own
-	.venv-sglang/bin/python -m pytest -c tests/adapters/sglang_pools/run.ini --rootdir . \
-		tests/adapters/sglang_pools $(PYTEST)
+test-sglang: SGLANG_TESTS := -m "not slow"
+test-sglang: .venv-sglang/.ready  ## Run the tests of the SGLang linker, but the long ones, in an environment of its own
+	@$(test_sglang)
 
-.venv-sglang/.ready: scripts/venv-sglang
+test-sglang-all: .venv-sglang/.ready  ## Run all tests of the SGLang linker
+	@$(test_sglang)
+
+# A process per file, as for vLLM: one engine in each.
+define test_sglang
+set -e; for file in tests/adapters/sglang_pools/test_*.py tests/adapters/sglang/test_*.py; do \
+	.venv-sglang/bin/python -m pytest -c tests/adapters/sglang/run.ini --rootdir . $(SGLANG_TESTS) $$file $(PYTEST) \
+	|| [ $$? -eq 5 ]; done
+endef
+
+# pyproject.toml names the plugin: SGLang finds it where the package was installed with it.
+.venv-sglang/.ready: scripts/venv-sglang pyproject.toml
 	PYTHON=$${PYTHON:-python3} ./scripts/venv-sglang
 	@touch $@
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from softload.protocols import PageStore
+
 from .engines import Answer, Engine, Faults, HookedLinker, Prompt, engine, prompts, tiny_llama
 
 PATIENCE = {"deadline": "20s", "lookup_deadline": "10s"}
@@ -22,11 +24,11 @@ def faulty(running: Engine, **options: object) -> Faults:
     """A linker whose store can be made to fail."""
     made: list[Faults] = []
 
-    def wrap(store: object) -> Faults:
-        made.append(Faults(store))  # type: ignore[arg-type]
+    def wrap(store: PageStore) -> Faults:
+        made.append(Faults(store))
         return made[-1]
 
-    HookedLinker.wrap = staticmethod(wrap)  # type: ignore[assignment]
+    HookedLinker.wrap = staticmethod(wrap)
     running.relink(**{**PATIENCE, "prefetch_ttl": 0, **options})
     return made[-1]
 
@@ -137,7 +139,8 @@ def test_a_decoding_request_goes_on_while_another_loads(running: Engine) -> None
         running.abort(decoding)
         assert decoding.done.wait(20)
         assert loading.tokens == cold[0].tokens
-        print(f"{admission}: {len(during)} tokens, longest gap {gaps[admission] * 1e3:.0f} ms, first {loading.first:.3f} s")
+        gap = gaps[admission] * 1e3
+        print(f"{admission}: {len(during)} tokens, longest gap {gap:.0f} ms, first {loading.first:.3f} s")
         if admission == "hold":
             assert len(during) >= 10
     assert gaps["hold"] < gaps["stream"]

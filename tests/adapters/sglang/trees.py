@@ -22,13 +22,15 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.sampling.sampling_params import SamplingParams
-
-from softload.adapters.sglang import SoftloadLinker
-from softload.adapters.sglang.plugin import register
-from softload.protocols import PageStore
-from softload.transfer import PoolName
 from tests.adapters.sglang_pools import engine_pools as pools
 from tests.adapters.sglang_pools.engine_pools import PAGE_SIZE
+
+from softload.adapters.sglang import SoftloadLinker
+from softload.adapters.sglang.linker import pool_group_of
+from softload.adapters.sglang.plugin import register
+from softload.geometry.group import DevicePoolGroup
+from softload.protocols import PageStore
+from softload.transfer import PoolName
 
 Slots: TypeAlias = dict[PoolName, torch.Tensor]
 """By index source."""
@@ -67,6 +69,8 @@ class Tree:
     allocator: Any
     states: Any
     kind: Kind
+    group: DevicePoolGroup
+    """The pools as we see them."""
     number: int = 0
 
     @property
@@ -76,7 +80,7 @@ class Tree:
 
     def rows(self, slots: Slots) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """Every buffer of every pool, with the rows that some slots mean in it."""
-        for pool in self.linker.pool_group.pools:
+        for pool in self.group.pools:
             mine = slots.get(pool.index_source)
             if mine is None:
                 continue
@@ -143,7 +147,7 @@ class Tree:
     def evict_all(self) -> None:
         """Forget what is on the device, and overwrite it."""
         self.cache.evict(EvictParams(num_tokens=10**9, swa_num_tokens=10**9, mamba_num=10**9))
-        for pool in self.linker.pool_group.pools:
+        for pool in self.group.pools:
             for view in pool.page_views:
                 view.fill_(0xEE)
 
@@ -188,9 +192,17 @@ class Tree:
 
 @contextmanager
 def tree_of(
-    kind: Kind, options: dict[str, Any] | None = None, *, store: Callable[[], PageStore] | None = None
+    kind: Kind,
+    options: dict[str, Any] | None = None,
+    *,
+    store: Callable[[], PageStore] | None = None,
+    group: Any = None,
+    make_linker: Callable[..., Any] | None = None,
 ) -> Iterator[Tree]:
-    """A cache with a linker; `store` makes another store than one in memory."""
+    """A cache with a linker; `store` makes another store than one in memory, `group` is that of its ranks.
+
+    `make_linker` makes another linker than ours.
+    """
     kvcache = kind.kvcache()
     common: dict[str, Any] = {
         "page_size": kind.page_size,
@@ -213,6 +225,7 @@ def tree_of(
         token_to_kv_pool_allocator=allocator,
         page_size=kind.page_size,
         sliding_window_size=kind.window,
+        tp_cache_group=group,
         enable_mamba_extra_buffer=ComponentType.MAMBA in kind.components,
         tree_components=kind.components,
         mtp_draft_device_pools=kind.packed(),
@@ -226,11 +239,11 @@ def tree_of(
 
     patience = {"deadline": "10s", "lookup_deadline": "5s"}
     extra = {"store": "memory://", "landing_bytes": "64MiB", **patience, **(options or {})}
-    linker = Linker(None, params, components=set(cache.components), extra_config=extra)
+    linker = (make_linker or Linker)(None, params, components=set(cache.components), extra_config=extra)
     cache.init_cache_linker(linker)
     kvcache.register_layer_transfer_counter(linker.layer_done_counter)
     try:
-        yield Tree(cache, linker, allocator, states, kind)
+        yield Tree(cache, linker, allocator, states, kind, pool_group_of(params, set(cache.components)))
     finally:
         cache.release_host_resources()
 

@@ -28,7 +28,7 @@ _GRACE_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placement:
-    """What landed is to be copied into these slots; `ended` is told whether all of it was. Only the first time counts."""
+    """What landed is to be copied into these slots; `ended` is told whether all of it was, once."""
 
     unit: TransferUnit
     ended: Callable[[bool], object]
@@ -209,8 +209,8 @@ class Holds:
         values: list[int] = []
         for hold in open_holds:
             if hold.chosen is None:
-                known = hold.found is not None or self._is_late(hold)
-                values += [int(known), *_mask(hold.found or (), len(hold.wanted.keys))]
+                found = hold.found is not None or self._is_late(hold)
+                values += [int(found), *_mask(hold.found or (), len(hold.wanted.keys))]
             else:
                 values.append(int(hold.landed is not None or self._is_late(hold)))
         answers = iter(self._ranks.minimum(values))
@@ -299,7 +299,9 @@ class Holds:
         if loader is None:
             return
         wanted = hold.wanted
-        found = await loader.lookup(unit_of_lookup(hold.unit_id, wanted, len(wanted.keys), self._pools, self._left(hold)))
+        found = await loader.lookup(
+            unit_of_lookup(hold.unit_id, wanted, len(wanted.keys), self._pools, self._left(hold))
+        )
         self._tell_found(hold, found.boundaries)
         if self._ranks.is_alone:
             hold.chosen = found.pages

@@ -1,7 +1,7 @@
 """The hooks: each goes around one function of SGLang, and does nothing where another linker, or none, is used.
 
-A request whose load failed after its forward was launched is *pending*: its output is dropped by SGLang's own branch for
-such requests, and instead of ending with a 503 it goes back into the queue. Until then nothing may see it.
+A request whose load failed after its forward was launched is *pending*: SGLang's own branch for such requests drops its
+output, and instead of ending with a 503 it goes back into the queue. Until then nothing may see it.
 """
 
 from __future__ import annotations
@@ -200,5 +200,3 @@ def _linker_of(tree_cache: Any) -> SoftloadLinker | None:
 def _linker_of_wrapper(wrapper: Any) -> SoftloadLinker | None:
     linker = wrapper.cache_linker
     return linker if isinstance(linker, SoftloadLinker) else None
-
-

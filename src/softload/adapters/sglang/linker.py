@@ -34,7 +34,7 @@ from softload.protocols import PageStore
 from softload.stores import open_store
 from softload.transfer import Fence, PoolName
 
-__all__ = ["SoftloadLinker"]
+__all__ = ["SoftloadLinker", "pool_group_of"]
 
 _log = structlog.get_logger(__name__)
 
@@ -80,7 +80,7 @@ class SoftloadLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.options = options = LinkerOptions.parse(extra_config or {})
         self.admission = _admission(options, params)
         self.forward_stream = forward_stream
-        self.pool_group = pools = _pool_group(params, components)
+        self.pool_group = pools = pool_group_of(params, components)
         self.pools = {SglangPoolName(pool.name.value): pool for pool in pools.pools}
         self.layer_done_counter = LayerCounter()
         if PoolName.MAMBA.value in {name.value for name in self.pools}:
@@ -121,9 +121,7 @@ class SoftloadLinker(UnifiedCacheLinker):  # type: ignore[misc]
             raise self._bridge.setup_error or TimeoutError(
                 f"the store {options.store} was not set up within {options.start_timeout} s"
             )
-        _log.info(
-            "linker.started", store=options.store, admission=self.admission, pools=repr(pools), opened=opened
-        )
+        _log.info("linker.started", store=options.store, admission=self.admission, pools=repr(pools), opened=opened)
 
     def make_store(self) -> PageStore:
         """The store of one loader, not opened; a subclass may wrap it."""
@@ -335,7 +333,7 @@ def _unsupported(params: Any) -> list[str]:
     return found
 
 
-def _pool_group(params: Any, components: Any) -> DevicePoolGroup:
+def pool_group_of(params: Any, components: Any) -> DevicePoolGroup:
     """The engine's pools; a draft that does not fit costs the draft.
 
     Raises:

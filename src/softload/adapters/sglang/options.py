@@ -112,7 +112,7 @@ class LinkerOptions:
             if value not in list(kind):
                 raise ValueError(f"{_WHERE}: {name}: expected one of {', '.join(kind)}, got {value!r}")
             object.__setattr__(self, name, kind(value))
-        if self.namespace is not None and not (isinstance(self.namespace, str) and self.namespace):
+        if not isinstance(self.namespace, str | None) or self.namespace == "":
             raise ValueError(f"{_WHERE}: namespace: expected a non-empty string, got {self.namespace!r}")
         for name in _FLAGS:
             value = getattr(self, name)
@@ -140,9 +140,7 @@ class LinkerOptions:
         if unknown:
             raise ValueError(f"{_WHERE}: expected keys out of {', '.join(known)}, got {', '.join(unknown)}")
         if not isinstance(extra.get("store"), str):
-            raise ValueError(
-                f"{_WHERE}: store: expected a URL like mooncake://host:port, got {extra.get('store')!r}"
-            )
+            raise ValueError(f"{_WHERE}: store: expected a URL like mooncake://host:port, got {extra.get('store')!r}")
         values = dict(extra)
         for names, parse in ((_SIZES, parse_size), (_DURATIONS, parse_duration)):
             for name in names:

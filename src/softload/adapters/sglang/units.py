@@ -46,19 +46,25 @@ class Wanted:
         return bool(self.windows)
 
 
-def unit_of_lookup(request_id: str, wanted: Wanted, pages: int, pools: DevicePoolGroup, deadline: float) -> TransferUnit:
+def unit_of_lookup(
+    request_id: str, wanted: Wanted, pages: int, pools: DevicePoolGroup, deadline: float
+) -> TransferUnit:
     """The first `pages` pages, without slots."""
     keys = wanted.keys[:pages]
     target = [ComponentTransfer(PoolName.KV, keys)]
     target += [
-        ComponentTransfer(pool, keys, None, HitPolicy.TRAILING_PAGES, window)
-        for pool, window in wanted.windows.items()
+        ComponentTransfer(pool, keys, None, HitPolicy.TRAILING_PAGES, window) for pool, window in wanted.windows.items()
     ]
     return TransferUnit(request_id, tuple(target), draft_of(target, pools), deadline)
 
 
 def unit_of_load(
-    request_id: str, transfers: Sequence[Any], wanted: Wanted, pools: DevicePoolGroup, deadline: float, ready: Fence | None
+    request_id: str,
+    transfers: Sequence[Any],
+    wanted: Wanted,
+    pools: DevicePoolGroup,
+    deadline: float,
+    ready: Fence | None,
 ) -> TransferUnit:
     """What a load's transfers name, with slots. Pages before a window have none.
 

@@ -1,0 +1,88 @@
+"""The real engine over a real Mooncake whose owners and master are killed and frozen: the tokens of the cold run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from softload.protocols import PageStore
+from softload.stores.embedded import EmbeddedMooncakeStore
+
+from .engines import Answer, Engine, HookedLinker, engine, prompts, tiny_llama
+
+pytestmark = pytest.mark.mooncake
+
+FAULTS = ("none", "an owner is killed", "an owner is frozen", "the master is frozen", "the master is killed")
+LENGTHS = [300 + 37 * index for index in range(10)]
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    with engine(tiny_llama(tmp_path_factory.mktemp("model"), layers=4)) as one:
+        yield one
+
+
+def strike(cluster: object, fault: str) -> None:
+    """Make it happen."""
+    master, owners = cluster.master, cluster.owners  # type: ignore[attr-defined]
+    match fault:
+        case "an owner is killed":
+            owners[0].kill()
+        case "an owner is frozen":
+            owners[0].freeze()
+        case "the master is frozen":
+            master.freeze()
+        case "the master is killed":
+            master.kill()
+
+
+@pytest.mark.timeout(170)
+@pytest.mark.parametrize("admission", ["hold", "stream"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_requests_answer_as_if_cold(running: Engine, fault: str, admission: str) -> None:
+    stores: list[EmbeddedMooncakeStore] = []
+
+    def wrap(store: PageStore) -> PageStore:
+        assert isinstance(store, EmbeddedMooncakeStore)
+        stores.append(store)
+        return store
+
+    HookedLinker.wrap = staticmethod(wrap)
+    url = "mooncake://embedded?segment=64MiB&owners=2&lease=5s"
+    running.relink(store=url, admission=admission, deadline="1s", lookup_deadline="500ms", prefetch_ttl=0)
+    asked = prompts(*LENGTHS, seed=31)
+    cold = running.generate(asked)
+    running.flush()
+    decoding = running.start(prompts(90, seed=32)[0], tokens=2500)
+    while len(decoding.tokens) < 30:
+        time.sleep(0.01)
+    quiet = decoding.longest_gap
+    strike(stores[0].cluster, fault)
+    since = time.monotonic()
+    answers = running.generate(asked, timeout=100)
+    took = time.monotonic() - since
+    gaps = [b - a for a, b in zip(decoding.times, decoding.times[1:], strict=False) if b > since]
+    running.abort(decoding)
+    assert decoding.done.wait(20)
+    restored = sum(answer.cached_tokens for answer in answers)
+    print(
+        f"{fault}, {admission}: {took:.2f} s, {restored} tokens restored, longest first token "
+        f"{max(answer.first for answer in answers):.2f} s, gap of another {max(gaps) * 1e3:.0f} ms "
+        f"(before {quiet * 1e3:.0f} ms)"
+    )
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in cold]
+    assert all(answer.is_good for answer in answers)
+    if fault == "none":
+        assert restored == sum((length - 1) // 64 * 64 for length in LENGTHS)
+    assert same_again(running, answers, cold)
+
+
+def same_again(running: Engine, answers: list[Answer], cold: list[Answer]) -> bool:
+    """Whether the engine is as it was: nothing runs, and no slot is lost."""
+    running.settle()
+    scheduler = running.scheduler
+    tree, allocator = scheduler.tree_cache, scheduler.token_to_kv_pool_allocator
+    held = int(allocator.available_size()) + int(tree.evictable_size())
+    return held == scheduler.max_total_num_tokens and len(answers) == len(cold)
