@@ -18,7 +18,7 @@ EXPECTED = {
     "nothing, mha, hold": (4, True, False),
     "lookup, mha, hold": (0, False, False),
     "absent, mha, hold": (3, True, False),
-    "absent, swa, hold": (2, True, False),
+    "absent, swa, hold": (1, True, False),
     "landing, mha, hold": (1, True, False),
     "placing, mha, hold": (4, True, True),
     "nothing, mha, stream": (4, True, False),

@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
+from unittest import mock
 
 import torch
+from sglang.srt import runtime_context
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
@@ -19,6 +21,7 @@ from sglang.srt.mem_cache.common import match_kv_cache
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.unified_cache.components import mamba as mamba_component
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -231,7 +234,7 @@ def tree_of(
         mtp_draft_device_pools=kind.packed(),
         sidecar_draft_device_pools=kind.sidecar(),
     )
-    cache = UnifiedRadixCache(params)
+    cache = tree_cache_of(params)
 
     class Linker(SoftloadLinker):
         def make_store(self) -> PageStore:
@@ -246,6 +249,15 @@ def tree_of(
         yield Tree(cache, linker, allocator, states, kind, pool_group_of(params, set(cache.components)))
     finally:
         cache.release_host_resources()
+
+
+def tree_cache_of(params: CacheInitParams) -> Any:
+    """SGLang's cache. What it would ask a model's configuration for, and there is none here, is said beforehand."""
+    with (
+        mock.patch.object(runtime_context, "mamba_cache_chunk_size", lambda: PAGE_SIZE),
+        mock.patch.object(mamba_component, "mamba_cache_chunk_size", lambda: PAGE_SIZE),
+    ):
+        return UnifiedRadixCache(params)
 
 
 def sizes_of(kvcache: Any, kind: Kind) -> tuple[int, int]:

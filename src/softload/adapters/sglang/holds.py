@@ -108,6 +108,7 @@ class Holds:
         self._number = 0
         self._changed = threading.Condition()
         self._changes = 0
+        self._seen = 0
 
     def __len__(self) -> int:
         return len(self._holds)
@@ -132,7 +133,8 @@ class Holds:
         if hold is not None:
             if self._serves(hold, wanted):
                 return hold
-            until = min(until, hold.until)  # a request whose prefix keeps changing is not held for ever
+            if not self._is_decided(hold):
+                until = hold.until  # a request whose prefix keeps changing is not held for ever
             self.drop(request_id)
         if self.undecided() >= self._limit:
             self._waiting.add(request_id)
@@ -151,11 +153,11 @@ class Holds:
             return self._changed.wait_for(lambda: self._is_decided(hold), seconds)
 
     def wait_change(self, seconds: float) -> None:
-        """Wait, if anything is undecided, until something is found or lands."""
+        """Wait, if anything is undecided, until something was found or has landed since the last wait."""
         with self._changed:
-            before = self._changes
             if any(hold.landed is None for hold in self._holds.values()):
-                self._changed.wait_for(lambda: self._changes != before, seconds)
+                self._changed.wait_for(lambda: self._changes != self._seen, seconds)
+            self._seen = self._changes
 
     def take(self, request_id: str) -> Hold | None:
         """The request gets slots: its hold goes on as a placement, which the caller orders."""

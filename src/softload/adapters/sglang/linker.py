@@ -26,13 +26,14 @@ from softload.adapters.sglang.holds import Hold, Holds, Placement
 from softload.adapters.sglang.offloads import Offloads
 from softload.adapters.sglang.options import Admission, LinkerOptions
 from softload.adapters.sglang.units import Wanted, unit_of_load, unit_of_offload
+from softload.errors import LoaderClosedError
 from softload.geometry import DraftMode, build_pool_group
 from softload.geometry.drafts import without_unfit_draft
 from softload.geometry.group import DevicePoolGroup
 from softload.loader import PageLoader
 from softload.protocols import PageStore
 from softload.stores import open_store
-from softload.transfer import Fence, PoolName
+from softload.transfer import Fence, PoolName, TransferUnit
 
 __all__ = ["SoftloadLinker", "pool_group_of"]
 
@@ -109,7 +110,8 @@ class SoftloadLinker(UnifiedCacheLinker):  # type: ignore[misc]
         )
         self._offloads = Offloads(self._bridge, options.offload_limit)
         self._queued: dict[str, _Queued] = {}
-        self._failed: set[str] = set()
+        self._loading: dict[int, Mapping[str, TransferUnit]] = {}
+        self._failed: dict[str, TransferUnit | None] = {}
         self._held: set[str] = set()
         self.leaving: list[Any] = []
         """Requests that failed in the batch that ran last, which they leave before the next one is chosen."""
@@ -154,7 +156,7 @@ class SoftloadLinker(UnifiedCacheLinker):  # type: ignore[misc]
             self._queued[rid] = _Queued(transfers, hold)
             return True
         hold = self._holds.take(rid)
-        restored = hold is not None and self._place_now(rid, transfers, hold)
+        restored = hold is not None and self._load_now(rid, transfers, hold)
         (agreed,) = self._ranks.minimum([int(restored)])
         return bool(agreed)
 
@@ -173,17 +175,18 @@ class SoftloadLinker(UnifiedCacheLinker):  # type: ignore[misc]
         fence = self._fence()
         if self.admission is Admission.STREAM:
             deadline = self.options.deadline
-            units = {
-                rid: unit_of_load(item.hold.unit_id, item.transfers, item.hold.wanted, self.pool_group, deadline, fence)
-                for rid, item in queued.items()
-            }
+            units = {rid: self._unit(item, deadline, fence) for rid, item in queued.items()}
             batch: LoadBatch = StreamBatch(self._bridge, units, self.pool_group.num_layers, deadline)
         else:
-            batch = self._place(queued, fence)
-        return self.layer_done_counter.add(batch)
+            units = {rid: self._unit(item, _PLACE_SECONDS, fence) for rid, item in queued.items()}
+            batch = self._place(queued, units, _PLACE_SECONDS)
+        index = self.layer_done_counter.add(batch)
+        self._loading[index] = units
+        return index
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
         """Wait, bounded, for the end of a batch's loads: whether all of them came."""
+        self._loading.pop(counter_index, None)
         return all(self.layer_done_counter.finish(counter_index).values())
 
     def offload(self, transfers: list[Any], session_id: str | None = None) -> bool:
@@ -192,7 +195,8 @@ class SoftloadLinker(UnifiedCacheLinker):  # type: ignore[misc]
             return False
         self._number += 1
         unit = unit_of_offload(f"offload#{self._number}", transfers, self.pool_group, self._fence())
-        return self._offloads.start(unit)
+        # Slots that a load has left unfilled are refused until their request was computed, which hooks alone tell.
+        return self._offloads.start(unit, computed=self.admission is Admission.SYNC)
 
     def num_completed_offloads(self) -> int:
         """How many offloads have a result. SGLang asks once a step."""
@@ -211,6 +215,7 @@ class SoftloadLinker(UnifiedCacheLinker):  # type: ignore[misc]
             self.cancel_queued_load(rid)
         self._holds.clear()
         self.layer_done_counter.reset()
+        self._loading.clear()
         self._offloads.clear()
         self._failed.clear()
         self._held.clear()
@@ -252,33 +257,60 @@ class SoftloadLinker(UnifiedCacheLinker):  # type: ignore[misc]
         verdicts = self.layer_done_counter.finish(counter_index)
         agreed = self._ranks.minimum([int(verdicts.get(rid, False)) for rid in rids])
         failed = [rid for rid, good in zip(rids, agreed, strict=True) if not good]
-        self._failed.update(failed)
+        units = self._loading.pop(counter_index, {})
+        self._failed |= {rid: units.get(rid) for rid in failed}
         return failed
 
     def computed(self, rids: Sequence[str]) -> None:
         """A forward over these requests was accepted."""
         for rid in rids:
+            unit = self._failed.get(rid)
+            if unit is not None:
+                self._tell_computed(unit)
             self.ended(rid)
 
     def ended(self, rid: str) -> None:
         """The request is gone, or needs nothing any more."""
-        self._failed.discard(rid)
+        self._failed.pop(rid, None)
         self._held.discard(rid)
         self._holds.drop(rid)
 
     # -- its own
 
-    def _place_now(self, rid: str, transfers: Sequence[Any], hold: Hold) -> bool:
-        batch = self._place({rid: _Queued(transfers, hold)}, self._fence())
-        return batch.verdicts()[rid]
+    def _unit(self, item: _Queued, deadline: float, fence: Fence | None) -> TransferUnit:
+        hold = item.hold
+        return unit_of_load(hold.unit_id, item.transfers, hold.wanted, self.pool_group, deadline, fence)
 
-    def _place(self, queued: Mapping[str, _Queued], fence: Fence | None) -> PlacementBatch:
-        batch = PlacementBatch(list(queued), _PLACE_SECONDS)
+    def _place(
+        self, queued: Mapping[str, _Queued], units: Mapping[str, TransferUnit], deadline: float
+    ) -> PlacementBatch:
+        batch = PlacementBatch(list(queued), deadline)
         for rid, item in queued.items():
-            hold = item.hold
-            unit = unit_of_load(hold.unit_id, item.transfers, hold.wanted, self.pool_group, _PLACE_SECONDS, fence)
-            self._holds.place(hold, Placement(unit, partial(batch.ended, rid)))
+            self._holds.place(item.hold, Placement(units[rid], partial(batch.ended, rid)))
         return batch
+
+    def _load_now(self, rid: str, transfers: Sequence[Any], hold: Hold) -> bool:
+        """Fill slots at once, in the time that this step may still wait."""
+        item = _Queued(transfers, hold)
+        restored = False
+
+        def load(seconds: float) -> None:
+            nonlocal restored
+            batch = self._place({rid: item}, {rid: self._unit(item, seconds, self._fence())}, seconds)
+            restored = batch.verdicts()[rid]
+
+        self._block(load)
+        return restored
+
+    def _tell_computed(self, unit: TransferUnit) -> None:
+        async def tell() -> None:
+            if self._bridge.loader is not None:
+                self._bridge.loader.computed(unit)
+
+        try:
+            self._bridge.spawn(tell)
+        except LoaderClosedError:
+            pass  # its slots are known to nobody any more
 
     def _block(self, waiting: Callable[[float], object]) -> None:
         """Wait for the store, as long as this step may still do so."""

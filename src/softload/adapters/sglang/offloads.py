@@ -50,8 +50,14 @@ class Offloads:
         self._offloads: deque[_Offload] = deque()
         self._saving: set[Future[None]] = set()
 
-    def start(self, unit: TransferUnit) -> bool:
-        """Save what a unit names; False where nothing can be saved now."""
+    def start(self, unit: TransferUnit, *, computed: bool) -> bool:
+        """Save what a unit names; False where nothing can be saved now.
+
+        Args:
+            unit: with slots.
+            computed: whether all of its pages are known to be computed; otherwise those are refused that a load has
+                left unfilled.
+        """
         offload = _Offload(time.monotonic() + self._limit)
 
         async def save() -> None:
@@ -59,7 +65,8 @@ class Offloads:
             try:
                 loader = self._bridge.loader
                 if loader is not None:
-                    loader.computed(unit)
+                    if computed:
+                        loader.computed(unit)
                     report = await loader.save([unit], staged=lambda _: offload.staged.set())
                     pages = report.outcomes[unit.request_id].pages
                     good = all(page.status in _KEPT for page in pages if not page.component.is_draft)

@@ -112,8 +112,6 @@ class LinkerOptions:
             if value not in list(kind):
                 raise ValueError(f"{_WHERE}: {name}: expected one of {', '.join(kind)}, got {value!r}")
             object.__setattr__(self, name, kind(value))
-        if not isinstance(self.namespace, str | None) or self.namespace == "":
-            raise ValueError(f"{_WHERE}: namespace: expected a non-empty string, got {self.namespace!r}")
         for name in _FLAGS:
             value = getattr(self, name)
             if not isinstance(value, bool):
@@ -142,6 +140,8 @@ class LinkerOptions:
         if not isinstance(extra.get("store"), str):
             raise ValueError(f"{_WHERE}: store: expected a URL like mooncake://host:port, got {extra.get('store')!r}")
         values = dict(extra)
+        if not isinstance(values.get("namespace"), str | None):
+            raise ValueError(f"{_WHERE}: namespace: expected a string, got {values['namespace']!r}")
         for names, parse in ((_SIZES, parse_size), (_DURATIONS, parse_duration)):
             for name in names:
                 if isinstance(values.get(name), str):
