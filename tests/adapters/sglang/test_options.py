@@ -63,7 +63,7 @@ def test_another_version_is_not_hooked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_engine_that_was_not_tried_needs_sync_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("softload.adapters.sglang.linker._unsupported", lambda params: ["pipeline parallelism"])
+    monkeypatch.setattr("softload.adapters.sglang.engine._unsupported", lambda params: ["pipeline parallelism"])
     with tree_of(KINDS["mha"]) as tree:
         assert tree.linker.admission is Admission.SYNC
     with (

@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from sglang.srt.mem_cache.hicache_storage import PoolName as SglangPoolName
+from sglang.srt.mem_cache.hicache_storage import PoolTransfer
 
 from softload.protocols import PageStore
 from softload.stores import open_store
@@ -142,20 +144,66 @@ def test_offloads_are_bounded_and_unlock_their_nodes() -> None:
         store.release()
 
 
-def test_slots_of_a_failed_load_are_not_offloaded() -> None:
-    """Until the engine has computed them, whatever key they are offered under again."""
+def result_of_offload(tree: Tree, keys: tuple[str, ...], slots: torch.Tensor) -> bool:
+    """Offer slots for saving as the tree would, and wait for what became of it."""
+    assert tree.linker.offload([PoolTransfer(SglangPoolName.KV, device_indices=slots, keys=list(keys))])
+    until = time.monotonic() + 10
+    while not tree.linker.num_completed_offloads():
+        assert time.monotonic() < until
+        time.sleep(0.002)
+    return tree.linker.pop_completed_offload()
+
+
+def test_slots_of_a_failed_load_are_not_offloaded_before_they_were_computed() -> None:
+    """And the failed request is a miss until then."""
     store, make = hanging("read")
     with tree_of(KINDS["mha"], {"admission": "stream", "deadline": "200ms"}, store=make) as tree:
         asked, _ = stored(tree)
         store.hold("read")
         req = tree.request([*asked, 7])
         tree.match(req)
-        assert tree.load_back(req) is not None
+        hold = tree.linker._holds.get(req.rid)
+        slots = tree.load_back(req)
+        assert hold is not None and slots is not None
         tree.forward(3)
         assert tree.cache.finish_external_linker_loads([req]) == []
         assert req.discard_output_reason is not None and req.skip_radix_cache_insert
-        assert tree.match(req) == 0
-        assert not tree.linker.is_held(req.rid)
-        tree.linker.computed([req.rid])
+        assert tree.match(req) == 0 and not tree.linker.is_held(req.rid)
         store.release()
+        inner = store.inner
+        assert inner is not None
+        for key in list(inner._objects):  # type: ignore[attr-defined]
+            inner.remove([key], force=True)
+        assert not result_of_offload(tree, hold.wanted.keys, slots)
+        tree.linker.computed([req.rid])
+        assert result_of_offload(tree, hold.wanted.keys, slots)
         assert tree.match(req) == len(asked)
+
+
+def test_a_held_request_whose_prefix_is_on_the_device_by_now_goes_on() -> None:
+    """Another one has computed it; nothing is looked up then, and nothing may hold it any more."""
+    store, make = hanging("exists")
+    with tree_of(KINDS["mha"], store=make) as tree:
+        store.hold("exists")
+        asked = tokens(tree)
+        req = tree.request([*asked, 7])
+        assert tree.start_match(req)
+        tree.compute(asked)
+        assert not tree.start_match(req)
+        assert req.prefix_len == len(asked)
+        store.release()
+
+
+def test_a_prefix_that_grows_on_the_device_leaves_the_rest_to_be_loaded() -> None:
+    with tree_of(KINDS["mha"]) as tree:
+        asked, written = stored(tree)
+        req = tree.request([*asked, 7])
+        assert tree.match(req) == len(asked)
+        tree.compute(asked[: tree.page_size], seed=5)
+        assert tree.match(req) == len(asked) - tree.page_size
+        slots = tree.load_back(req)
+        assert slots is not None
+        tree.forward(3)
+        assert same(tree.restored(req, slots), {name: rows[1:] for name, rows in written.items()})
+        assert tree.cache.finish_external_linker_loads([req]) == []
+        assert req.discard_output_reason is None

@@ -29,7 +29,7 @@ from tests.adapters.sglang_pools import engine_pools as pools
 from tests.adapters.sglang_pools.engine_pools import PAGE_SIZE
 
 from softload.adapters.sglang import SoftloadLinker
-from softload.adapters.sglang.linker import pool_group_of
+from softload.adapters.sglang.engine import pool_group_of
 from softload.adapters.sglang.plugin import register
 from softload.geometry.group import DevicePoolGroup
 from softload.protocols import PageStore

@@ -12,7 +12,7 @@ import anyio
 import structlog
 
 from softload.adapters._bridge import LoaderBridge
-from softload.adapters.consensus import RankGroup
+from softload.adapters.consensus import TorchDistributedConsensus
 from softload.adapters.sglang.units import Wanted, unit_of_lookup
 from softload.errors import LoaderClosedError
 from softload.geometry.group import DevicePoolGroup
@@ -89,7 +89,7 @@ class Holds:
         self,
         bridge: LoaderBridge,
         pools: DevicePoolGroup,
-        ranks: RankGroup,
+        ranks: TorchDistributedConsensus,
         *,
         deadline: float,
         hold_limit: float,
@@ -215,7 +215,7 @@ class Holds:
                 values += [int(found), *_mask(hold.found or (), len(hold.wanted.keys))]
             else:
                 values.append(int(hold.landed is not None or self._is_late(hold)))
-        answers = iter(self._ranks.minimum(values))
+        answers = iter(self._ranks.minimum_now(values))
         for hold in open_holds:
             known = next(answers)
             if hold.chosen is None:

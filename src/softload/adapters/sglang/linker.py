@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
@@ -13,34 +12,25 @@ from typing import Any
 import structlog
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName as SglangPoolName
-from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
-from sglang.srt.runtime_context import get_disagg, get_model, get_parallel
 
-from softload import events
 from softload.adapters._bridge import LoaderBridge
-from softload.adapters.consensus import RankGroup
-from softload.adapters.sglang import hooking
+from softload.adapters.consensus import TorchDistributedConsensus
 from softload.adapters.sglang.batches import LayerCounter, LoadBatch, PlacementBatch, StreamBatch
+from softload.adapters.sglang.engine import admission_of, namespace_of_model, pool_group_of
 from softload.adapters.sglang.holds import Hold, Holds, Placement
 from softload.adapters.sglang.offloads import Offloads
 from softload.adapters.sglang.options import Admission, LinkerOptions
 from softload.adapters.sglang.units import Wanted, unit_of_load, unit_of_offload
 from softload.errors import LoaderClosedError
-from softload.geometry import DraftMode, build_pool_group
-from softload.geometry.drafts import without_unfit_draft
-from softload.geometry.group import DevicePoolGroup
 from softload.loader import PageLoader
 from softload.protocols import PageStore
 from softload.stores import open_store
 from softload.transfer import Fence, PoolName, TransferUnit
 
-__all__ = ["SoftloadLinker", "pool_group_of"]
+__all__ = ["SoftloadLinker"]
 
 _log = structlog.get_logger(__name__)
-
-_SOURCES = {ComponentType.FULL: PoolName.KV, ComponentType.SWA: PoolName.SWA, ComponentType.MAMBA: PoolName.MAMBA}
-"""The logical pool of each component of the tree."""
 
 _PLACE_SECONDS = 2.0
 """How long copying landed bytes into slots may take."""
@@ -79,7 +69,7 @@ class SoftloadLinker(UnifiedCacheLinker):  # type: ignore[misc]
         forward_stream: Any = None,
     ) -> None:
         self.options = options = LinkerOptions.parse(extra_config or {})
-        self.admission = _admission(options, params)
+        self.admission = admission_of(options, params)
         self.forward_stream = forward_stream
         self.pool_group = pools = pool_group_of(params, components)
         self.pools = {SglangPoolName(pool.name.value): pool for pool in pools.pools}
@@ -87,12 +77,12 @@ class SoftloadLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if PoolName.MAMBA.value in {name.value for name in self.pools}:
             params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
         attention = [params.attn_cp_cache_group, params.attn_tp_cache_group]
-        self._ranks = RankGroup(attention)
+        self._ranks = TorchDistributedConsensus(*attention)
         if self._ranks.is_alone:
-            self._ranks = RankGroup([params.tp_cache_group])
+            self._ranks = TorchDistributedConsensus(params.tp_cache_group)
         group = params.attn_tp_cache_group or params.tp_cache_group
         config = options.loader_config(
-            options.namespace or _namespace(),
+            options.namespace or namespace_of_model(),
             tp_rank=0 if group is None else torch.distributed.get_rank(group=group),
             cp_rank=params.attn_cp_rank,
             pp_rank=params.pp_rank,
@@ -102,7 +92,7 @@ class SoftloadLinker(UnifiedCacheLinker):  # type: ignore[misc]
             self._bridge,
             pools,
             # Without hooks nobody comes by on every rank alike: SGLang intersects the answers of a lookup by itself.
-            RankGroup() if self.admission is Admission.SYNC else self._ranks,
+            TorchDistributedConsensus() if self.admission is Admission.SYNC else self._ranks,
             deadline=options.deadline,
             hold_limit=options.hold_limit,
             limit=options.max_holds,
@@ -157,7 +147,7 @@ class SoftloadLinker(UnifiedCacheLinker):  # type: ignore[misc]
             return True
         hold = self._holds.take(rid)
         restored = hold is not None and self._load_now(rid, transfers, hold)
-        (agreed,) = self._ranks.minimum([int(restored)])
+        (agreed,) = self._ranks.minimum_now([int(restored)])
         return bool(agreed)
 
     def cancel_queued_load(self, rid: str) -> bool:
@@ -255,7 +245,7 @@ class SoftloadLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if self.admission is Admission.SYNC:
             return []  # what had failed was not loaded
         verdicts = self.layer_done_counter.finish(counter_index)
-        agreed = self._ranks.minimum([int(verdicts.get(rid, False)) for rid in rids])
+        agreed = self._ranks.minimum_now([int(verdicts.get(rid, False)) for rid in rids])
         failed = [rid for rid, good in zip(rids, agreed, strict=True) if not good]
         units = self._loading.pop(counter_index, {})
         self._failed |= {rid: units.get(rid) for rid in failed}
@@ -331,87 +321,3 @@ class SoftloadLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 event.synchronize()
 
         return reached
-
-
-def _admission(options: LinkerOptions, params: Any) -> Admission:
-    """What was asked for, or `hold` where that can be.
-
-    Raises:
-        ValueError: `hold` or `stream` was asked for in an engine that cannot be hooked for it.
-    """
-    if options.admission is Admission.SYNC:
-        return Admission.SYNC
-    reasons = [reason for reason in (hooking.missing(), *_unsupported(params)) if reason]
-    if not reasons:
-        return options.admission or Admission.HOLD
-    if options.admission is not None and hooking.missing() is None:
-        raise ValueError(
-            f"linker_extra_config: admission: {options.admission.value!r} was not tried with {'; '.join(reasons)}: "
-            "expected 'sync', or no admission at all"
-        )
-    _log.warning("linker.sync_only", reasons=reasons)
-    return Admission.SYNC
-
-
-def _unsupported(params: Any) -> list[str]:
-    parallel = get_parallel()
-    found = []
-    if params.pp_size > 1:
-        found.append(f"pipeline parallelism (pp_size {params.pp_size})")
-    if parallel.attn_dp_size > 1:
-        found.append(f"attention data parallelism (attn_dp_size {parallel.attn_dp_size})")
-    if get_disagg().disaggregation_mode != "null":
-        found.append(f"prefill-decode disaggregation (disaggregation_mode {get_disagg().disaggregation_mode})")
-    return found
-
-
-def pool_group_of(params: Any, components: Any) -> DevicePoolGroup:
-    """The engine's pools; a draft that does not fit costs the draft.
-
-    Raises:
-        ValueError: pools of no known family, or components of the tree that do not go with them.
-    """
-    kinds = {ComponentType(kind) for kind in components}
-    unknown = sorted(str(kind) for kind in kinds - set(_SOURCES))
-    if unknown:
-        raise ValueError(f"expected components full, swa and mamba of the prefix tree, got {', '.join(unknown)}")
-    kvcache = params.token_to_kv_pool_allocator.get_kvcache()
-    packed, sidecar = params.mtp_draft_device_pools, params.sidecar_draft_device_pools
-    drafts = [*packed, *sidecar]
-    if params.mtp_draft_mamba_pools:
-        _log.warning(events.DRAFT_DISABLED, reason="draft: expected no recurrent layers, got a pool of its states")
-        drafts = []
-    group = without_unfit_draft(
-        lambda chosen: build_pool_group(
-            kvcache,
-            params.page_size,
-            req_to_token_pool=params.req_to_token_pool if ComponentType.MAMBA in kinds else None,
-            draft_pools=chosen or (),
-            draft_mode=(DraftMode.PACKED if packed else DraftMode.SIDECAR) if chosen else None,
-        ),
-        drafts or None,
-    )
-    expected = {_SOURCES[kind] for kind in kinds}
-    got = {pool.index_source for pool in group.target_pools} | {PoolName.KV}
-    if expected != got:
-        raise ValueError(
-            f"expected pools with slots of {', '.join(sorted(expected))}, as the prefix tree has them, "
-            f"got {', '.join(sorted(got))} from a {type(kvcache).__name__}"
-        )
-    return group
-
-
-def _namespace() -> str:
-    """The model, and everything beside the pools' geometry that decides what a page's bytes mean."""
-    model = get_model()
-    meaning = (
-        model.model_path,
-        model.revision,
-        model.quantization,
-        model.kv_cache_dtype,
-        model.json_model_override_args,
-        get_parallel().tp_size,
-        get_parallel().pp_size,
-    )
-    digest = hashlib.blake2b(repr(meaning).encode(), digest_size=8).hexdigest()
-    return f"sglang/{str(model.model_path).rstrip('/').rsplit('/', 1)[-1]}-{digest}"
