@@ -36,7 +36,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from softload.adapters.sglang import SoftloadLinker
 from softload.adapters.sglang.plugin import register
-from softload.adapters.sglang.units import Wanted
 from softload.outcomes import PageStatus
 from softload.protocols import Answer as StoreAnswer
 from softload.protocols import Descriptor, PageStore
@@ -106,7 +105,7 @@ class HookedLinker(SoftloadLinker):
         super().step()
 
     def lookup(self, rid: str, transfers: list[Any]) -> list[int]:
-        HookedLinker.looked_up[rid] = Wanted.read(transfers).keys
+        HookedLinker.looked_up[rid] = self._units.wanted(transfers).keys
         return super().lookup(rid, transfers)
 
 

@@ -12,12 +12,13 @@ from sglang.srt.runtime_context import get_disagg, get_model, get_parallel
 from softload import events
 from softload.adapters.sglang import hooking
 from softload.adapters.sglang.options import Admission, LinkerOptions
+from softload.config import Layout
 from softload.geometry import DraftMode, build_pool_group
 from softload.geometry.drafts import without_unfit_draft
 from softload.geometry.group import DevicePoolGroup
 from softload.transfer import PoolName
 
-__all__ = ["admission_of", "namespace_of_model", "pool_group_of"]
+__all__ = ["admission_of", "namespace_of_model", "page_prefix", "pool_group_of"]
 
 _log = structlog.get_logger(__name__)
 
@@ -61,8 +62,11 @@ def pool_group_of(params: Any, components: Any) -> DevicePoolGroup:
     """The engine's pools; a draft that does not fit costs the draft.
 
     Raises:
-        ValueError: pools of no known family, or components of the tree that do not go with them.
+        ValueError: pools of no known family, components of the tree that do not go with them, or a cache that is split
+            over decode ranks.
     """
+    if get_parallel().attn_dcp_size > 1:
+        raise ValueError(f"expected no decode context parallelism, got attn_dcp_size {get_parallel().attn_dcp_size}")
     kinds = {ComponentType(kind) for kind in components}
     unknown = sorted(str(kind) for kind in kinds - set(_SOURCES))
     if unknown:
@@ -107,3 +111,11 @@ def namespace_of_model() -> str:
     )
     digest = hashlib.blake2b(repr(meaning).encode(), digest_size=8).hexdigest()
     return f"sglang/{str(model.model_path).rstrip('/').rsplit('/', 1)[-1]}-{digest}"
+
+
+def page_prefix(options: LinkerOptions) -> str:
+    """What SGLang's own Mooncake linker puts before its hashes; `Layout.GROUPED` has a namespace instead."""
+    if options.layout is Layout.GROUPED:
+        return ""
+    name = options.namespace or "-".join(str(get_model().model_path).split("/"))
+    return f"{name}_"

@@ -13,9 +13,8 @@ import structlog
 
 from softload.adapters._bridge import LoaderBridge
 from softload.adapters.consensus import TorchDistributedConsensus
-from softload.adapters.sglang.units import Wanted, unit_of_lookup
+from softload.adapters.sglang.units import UnitMaker, Wanted
 from softload.errors import LoaderClosedError
-from softload.geometry.group import DevicePoolGroup
 from softload.transfer import TransferUnit
 
 __all__ = ["Hold", "Holds", "Placement"]
@@ -77,7 +76,7 @@ class Holds:
 
     Args:
         bridge: the loader, on its loop.
-        pools: the rank's pools.
+        units: makes transfer units.
         ranks: who must agree before a request's answer counts.
         deadline: seconds from the first look at a request until it is answered.
         hold_limit: seconds that landed bytes wait for slots.
@@ -88,7 +87,7 @@ class Holds:
     def __init__(
         self,
         bridge: LoaderBridge,
-        pools: DevicePoolGroup,
+        units: UnitMaker,
         ranks: TorchDistributedConsensus,
         *,
         deadline: float,
@@ -97,7 +96,7 @@ class Holds:
         lookup_only: bool,
     ) -> None:
         self._bridge = bridge
-        self._pools = pools
+        self._units = units
         self._ranks = ranks
         self._deadline = deadline
         self._hold_limit = hold_limit
@@ -301,9 +300,7 @@ class Holds:
         if loader is None:
             return
         wanted = hold.wanted
-        found = await loader.lookup(
-            unit_of_lookup(hold.unit_id, wanted, len(wanted.keys), self._pools, self._left(hold))
-        )
+        found = await loader.lookup(self._units.lookup(hold.unit_id, wanted, len(wanted.keys), self._left(hold)))
         self._tell_found(hold, found.boundaries)
         if self._ranks.is_alone:
             hold.chosen = found.pages
@@ -312,7 +309,7 @@ class Holds:
         if not hold.chosen or self._lookup_only:
             self._decide(hold, hold.chosen or 0)
             return
-        unit = unit_of_lookup(hold.unit_id, wanted, hold.chosen, self._pools, self._left(hold))
+        unit = self._units.lookup(hold.unit_id, wanted, hold.chosen, self._left(hold))
         async with loader.prefetch([unit]) as prefetch:
             landed = (await prefetch.landed())[unit.request_id]
             self._decide(hold, landed)

@@ -45,10 +45,14 @@ _installed: dict[str, Hook] = {}
 def install(hooks: Mapping[str, Hook]) -> None:
     """Register hooks around SGLang's functions, unless one of those is not as it was tested; SGLang applies them.
 
+    Again is no change.
+
     Args:
         hooks: by name, one for each of the targets.
     """
     global _reason
+    if _installed:
+        return
     _reason = _changed()
     if _reason is not None:
         _log.warning("plugin.not_hooked", reason=_reason)

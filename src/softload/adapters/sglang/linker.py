@@ -17,11 +17,11 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 from softload.adapters._bridge import LoaderBridge
 from softload.adapters.consensus import TorchDistributedConsensus
 from softload.adapters.sglang.batches import LayerCounter, LoadBatch, PlacementBatch, StreamBatch
-from softload.adapters.sglang.engine import admission_of, namespace_of_model, pool_group_of
+from softload.adapters.sglang.engine import admission_of, namespace_of_model, page_prefix, pool_group_of
 from softload.adapters.sglang.holds import Hold, Holds, Placement
 from softload.adapters.sglang.offloads import Offloads
 from softload.adapters.sglang.options import Admission, LinkerOptions
-from softload.adapters.sglang.units import Wanted, unit_of_load, unit_of_offload
+from softload.adapters.sglang.units import UnitMaker
 from softload.errors import LoaderClosedError
 from softload.loader import PageLoader
 from softload.protocols import PageStore
@@ -88,9 +88,10 @@ class SoftloadLinker(UnifiedCacheLinker):  # type: ignore[misc]
             pp_rank=params.pp_rank,
         )
         self._bridge = LoaderBridge(lambda: PageLoader(self.make_store(), pools, config=config))
+        self._units = UnitMaker(pools, page_prefix(options))
         self._holds = Holds(
             self._bridge,
-            pools,
+            self._units,
             # Without hooks nobody comes by on every rank alike: SGLang intersects the answers of a lookup by itself.
             TorchDistributedConsensus() if self.admission is Admission.SYNC else self._ranks,
             deadline=options.deadline,
@@ -125,7 +126,7 @@ class SoftloadLinker(UnifiedCacheLinker):  # type: ignore[misc]
         """The prefixes that can be restored now, in pages. A held request has none yet."""
         if rid in self._failed:
             return []
-        wanted = Wanted.read(transfers)
+        wanted = self._units.wanted(transfers)
         if not wanted.keys:
             return []
         hold = self._holds.look(rid, wanted)
@@ -184,7 +185,7 @@ class SoftloadLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if not self.options.save:
             return False
         self._number += 1
-        unit = unit_of_offload(f"offload#{self._number}", transfers, self.pool_group, self._fence())
+        unit = self._units.offload(f"offload#{self._number}", transfers, self._fence())
         # Slots that a load has left unfilled are refused until their request was computed, which hooks alone tell.
         return self._offloads.start(unit, computed=self.admission is Admission.SYNC)
 
@@ -269,7 +270,7 @@ class SoftloadLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def _unit(self, item: _Queued, deadline: float, fence: Fence | None) -> TransferUnit:
         hold = item.hold
-        return unit_of_load(hold.unit_id, item.transfers, hold.wanted, self.pool_group, deadline, fence)
+        return self._units.load(hold.unit_id, item.transfers, hold.wanted, deadline, fence)
 
     def _place(
         self, queued: Mapping[str, _Queued], units: Mapping[str, TransferUnit], deadline: float

@@ -49,7 +49,8 @@ class LinkerOptions:
 
     Args:
         store: URL for `softload.open_store`.
-        namespace: what object keys start with; made from the model's name and settings by default.
+        namespace: what object keys start with; made from the model's name and settings by default. With layout `page`
+            the prefix of SGLang's own keys, by default its own default: the model's path with dashes for slashes.
         admission: see `Admission`; ``None`` for `hold` where SGLang can be hooked for it, else `sync`.
         layout: see `softload.Layout`; `page` reads and writes the objects of SGLang's own Mooncake linker.
         integrity: see `softload.Integrity`.
