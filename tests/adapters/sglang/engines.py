@@ -57,6 +57,8 @@ class Faults(WrapperStore):
         super().__init__(inner)
         self.gone: Callable[[str], bool] = lambda key: False
         """Objects that cannot be read although they are there."""
+        self.torn: Callable[[str, int], bool] = lambda key, offset: False
+        """Ranges of objects that cannot be read, by key and first offset."""
         self.removed: Callable[[str], bool] = lambda key: False
         """Objects that are removed once they were said to be there."""
         self.seconds = 0.0
@@ -79,6 +81,19 @@ class Faults(WrapperStore):
             if self.damaged(key):
                 ctypes.memset(pointers[index], 0x40, sizes[index] - 32)  # all but the tail: numbers near 3
         return answers
+
+    def read_ranges(
+        self,
+        keys: Sequence[str],
+        pointers: Sequence[Sequence[int]],
+        sizes: Sequence[Sequence[int]],
+        offsets: Sequence[Sequence[int]],
+    ) -> Sequence[StoreAnswer]:
+        answers = self.inner.read_ranges(keys, pointers, sizes, offsets)
+        return [
+            PageStatus.NOT_FOUND if self.torn(key, starts[0]) else answer
+            for key, starts, answer in zip(keys, offsets, answers, strict=True)
+        ]
 
 
 class HookedLinker(SoftloadLinker):
@@ -199,9 +214,9 @@ class Engine:
         self.scheduler: Any = Scheduler(server_args, ports)
         self.answers: dict[str, Answer] = {}
         self.forwards: Counter[str] = Counter()
-        """How often each request was in an extending batch."""
+        """How often each request was prefilled, in one piece or in part."""
         self.batches: list[list[str]] = []
-        """The extending batches."""
+        """The requests that were prefilled together."""
         self._flushed = threading.Event()
         self._number = 0
         self._lock = threading.Lock()
@@ -354,8 +369,10 @@ class Engine:
 
         def counting(batch: Any, *args: Any, **kwargs: Any) -> Any:
             if batch.forward_mode.is_extend():
-                self.forwards.update(req.rid for req in batch.reqs)
-                self.batches.append([req.rid for req in batch.reqs])
+                decoding = {id(req) for req in batch.decoding_reqs or ()}  # with mixed chunks
+                prefilled = [req.rid for req in batch.reqs if id(req) not in decoding]
+                self.forwards.update(prefilled)
+                self.batches.append(prefilled)
             return run_batch(batch, *args, **kwargs)
 
         self.scheduler.run_batch = counting

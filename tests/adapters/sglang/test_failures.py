@@ -83,6 +83,25 @@ def test_one_of_eight_fails(running: Engine, what: str, admission: str) -> None:
     assert tokens(again) == tokens(cold)
 
 
+def test_a_range_fails_in_mid_stream(running: Engine) -> None:
+    """In layout `page` a stream reads ranges; the first layers are there, those of one page end in the middle."""
+    faults = faulty(running, admission="stream", layout="page")
+    asked, cold = stored(running, 700, 300, 450, 200, seed=25)
+    page = running.pages_of(cold[1])[2]
+    struck: list[int] = []
+
+    def torn(key: str, offset: int) -> bool:
+        if page in key and offset > 0:
+            struck.append(offset)
+        return page in key and offset > 0
+
+    faults.torn = torn
+    answers = running.together(asked)
+    assert struck
+    assert tokens(answers) == tokens(cold) and all(answer.is_good for answer in answers)
+    assert [running.forwards[running.rid_of(answer)] for answer in answers] == [1, 2, 1, 1]
+
+
 def test_everything_fails_in_every_batch(running: Engine) -> None:
     faults = faulty(running, admission="stream")
     asked, cold = stored(running, 700, 300, 450, 200, seed=9)

@@ -83,6 +83,7 @@ class SoftloadLinker(UnifiedCacheLinker):  # type: ignore[misc]
         group = params.attn_tp_cache_group or params.tp_cache_group
         config = options.loader_config(
             options.namespace or namespace_of_model(),
+            admission=self.admission,
             tp_rank=0 if group is None else torch.distributed.get_rank(group=group),
             cp_rank=params.attn_cp_rank,
             pp_rank=params.pp_rank,

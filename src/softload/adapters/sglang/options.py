@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
-from softload.config import DraftPolicy, Integrity, Layout, LoaderConfig
+from softload.config import DraftPolicy, Integrity, Layout, LoaderConfig, ReadMode
 from softload.stores import open_store, parse_duration, parse_size
 
 __all__ = ["Admission", "LinkerOptions"]
@@ -154,9 +154,20 @@ class LinkerOptions:
         open_store(options.store)  # only parsed: it connects when a loader opens it
         return options
 
-    def loader_config(self, namespace: str, *, tp_rank: int = 0, cp_rank: int = 0, pp_rank: int = 0) -> LoaderConfig:
+    def loader_config(
+        self,
+        namespace: str,
+        *,
+        admission: Admission = Admission.HOLD,
+        tp_rank: int = 0,
+        cp_rank: int = 0,
+        pp_rank: int = 0,
+    ) -> LoaderConfig:
         """The loader's settings of one rank."""
+        # Whole pages of `page` would let the first layer wait for the last.
+        by_layer = admission is Admission.STREAM and self.layout is Layout.PAGE
         return LoaderConfig(
+            read_mode=ReadMode.RANGES if by_layer else ReadMode.AUTO,
             namespace=namespace,
             tp_rank=tp_rank,
             cp_rank=cp_rank,
