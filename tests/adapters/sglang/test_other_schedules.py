@@ -9,6 +9,8 @@ import pytest
 from . import test_failures as scenarios
 from .engines import Engine, engine, tiny_llama
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:

@@ -31,7 +31,7 @@ EXPECTED = {
 """Pages matched on every rank, whether they were loaded, and whether the load failed afterwards."""
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.timeout(240)
 def test_all_ranks_take_the_same_branch(ranks: int) -> None:
     with socket.socket() as probe:
