@@ -30,39 +30,45 @@ test: $(READY)  ## Run the tests, those on a real Mooncake included where it can
 	$(BIN)/python -m pytest $(PYTEST)
 
 test-vllm: VLLM_TESTS := -m "not slow"
+test-vllm: VLLM_FILES := $(shell grep -LE '^pytestmark = .*mark\.slow' tests/adapters/vllm/test_*.py)
 test-vllm: .venv-vllm/.ready  ## Run the tests of the vLLM connector, but the long ones, in an environment of their own
 	@$(test_vllm)
 
+test-vllm-all: VLLM_FILES := $(wildcard tests/adapters/vllm/test_*.py)
 test-vllm-all: .venv-vllm/.ready  ## Run all tests of the vLLM connector
 	@$(test_vllm)
 
-# A process per file: an engine leaves more behind than the next one likes. 5: nothing in a file was chosen.
+# A process per file: an engine leaves more behind than the next one likes. 5: PYTEST chooses nothing in a file.
 define test_vllm
-set -e; for file in tests/adapters/vllm/test_*.py; do \
-	.venv-vllm/bin/python -m pytest -c tests/adapters/vllm/pytest.ini $(VLLM_TESTS) $$file $(PYTEST) || [ $$? -eq 5 ]; done
+set -e; for file in $(VLLM_FILES); do \
+	.venv-vllm/bin/python -m pytest -c tests/adapters/vllm/pytest.ini $(VLLM_TESTS) $$file $(PYTEST) || [ "$$?$(if $(PYTEST),chosen)" = 5chosen ]; done
 endef
 
-.venv-vllm/.ready: scripts/venv-vllm
-	PYTHON=$${PYTHON:-python3} ./scripts/venv-vllm
+# After .venv, whose bootstrap chooses the interpreter and installs the system libraries that Mooncake links.
+.venv-vllm/.ready: scripts/venv-vllm | $(READY)
+	./scripts/venv-vllm
 	@touch $@
 
+SGLANG_ALL := $(wildcard tests/adapters/sglang_pools/test_*.py tests/adapters/sglang/test_*.py)
+
 test-sglang: SGLANG_TESTS := -m "not slow"
+test-sglang: SGLANG_FILES := $(shell grep -LE '^pytestmark = .*mark\.slow' $(SGLANG_ALL))
 test-sglang: .venv-sglang/.ready  ## Run the tests of the SGLang linker, but the long ones, in an environment of its own
 	@$(test_sglang)
 
+test-sglang-all: SGLANG_FILES := $(SGLANG_ALL)
 test-sglang-all: .venv-sglang/.ready  ## Run all tests of the SGLang linker
 	@$(test_sglang)
 
-# A process per file, as for vLLM: one engine in each.
+# A process per file, as for vLLM.
 define test_sglang
-set -e; for file in tests/adapters/sglang_pools/test_*.py tests/adapters/sglang/test_*.py; do \
-	.venv-sglang/bin/python -m pytest -c tests/adapters/sglang/run.ini --rootdir . $(SGLANG_TESTS) $$file $(PYTEST) \
-	|| [ $$? -eq 5 ]; done
+set -e; for file in $(SGLANG_FILES); do \
+	.venv-sglang/bin/python -m pytest -c tests/adapters/sglang/run.ini --rootdir . $(SGLANG_TESTS) $$file $(PYTEST) || [ "$$?$(if $(PYTEST),chosen)" = 5chosen ]; done
 endef
 
-# pyproject.toml names the plugin: SGLang finds it where the package was installed with it.
-.venv-sglang/.ready: scripts/venv-sglang pyproject.toml
-	PYTHON=$${PYTHON:-python3} ./scripts/venv-sglang
+# pyproject.toml names the plugin, which SGLang finds where the package was installed with it.
+.venv-sglang/.ready: scripts/venv-sglang pyproject.toml | $(READY)
+	./scripts/venv-sglang
 	@touch $@
 
 lint: $(READY)  ## Check style, formatting, types and the import contracts

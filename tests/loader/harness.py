@@ -10,6 +10,7 @@ from typing import Any
 
 import anyio.to_thread
 import numpy as np
+import pytest
 import torch
 import xxhash
 
@@ -42,6 +43,9 @@ MODES: tuple[dict[str, str], ...] = (
     {"layout": "page", "read_mode": "ranges"},
 )
 MODE_IDS = ("grouped", "page-whole", "page-ranges")
+
+modes = pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
+"""For tests of what holds in every layout and read mode."""
 
 
 def store(**options: Any) -> MemoryStore:
@@ -307,3 +311,9 @@ def from_call(number: int) -> Callable[[Sequence[str]], bool]:
     """For `HangingStore.hold`: hold call `number`, from 0, and all that come after it."""
     calls = itertools.count()
     return lambda _: next(calls) >= number
+
+
+def nth_of(number: int, *page_keys: str) -> Callable[[Sequence[str]], bool]:
+    """For `HangingStore.hold`: hold only call `number`, from 0, of those that are about one of these pages."""
+    chosen, calls = any_of(*page_keys), itertools.count()
+    return lambda object_keys: chosen(object_keys) and next(calls) == number

@@ -62,7 +62,7 @@ def test_parsing(text: str, fault: Fault) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("explode=1", "expected one of evict=P.*kill-master@SECONDS.*, got 'explode'"),
+        ("explode=1", "expected one of evict=P.*kill-master@SECONDS.*; got 'explode'"),
         ("evict", "expected evict=P"),
         ("evict@3", "expected evict=P"),
         ("evict=1.5", "expected a probability of at most 1, got 1.5"),

@@ -6,9 +6,9 @@ import atexit
 import threading
 import time
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import anyio
 import structlog
@@ -91,6 +91,23 @@ class LoaderBridge:
             return portal.start_task_soon(function)
         except RuntimeError as error:  # the portal is closing
             raise LoaderClosedError("the loader's event loop has ended") from error
+
+    def spawn_all(self, functions: Sequence[Callable[[], Coroutine[Any, Any, None]]]) -> Future[None]:
+        """Run coroutine functions on the loop, started in order; the future is done when all have ended.
+
+        For an engine's step with many orders: a `spawn` wakes the loop, which may then keep the interpreter for some
+        milliseconds. An exception of one would cancel the others, so they must raise none.
+
+        Raises:
+            LoaderClosedError: the bridge was not started, or is closed.
+        """
+
+        async def run() -> None:
+            async with anyio.create_task_group() as tasks:
+                for function in functions:
+                    tasks.start_soon(function)
+
+        return self.spawn(run)
 
     def call(self, function: Callable[[], Awaitable[T]], timeout: float) -> T:
         """Run a coroutine function on the loop and wait for it.

@@ -30,7 +30,7 @@ from softload.replay.progress import Progress
 from softload.replay.scheduler import Scheduler
 from softload.replay.shapes import build_pools, find_shape
 from softload.replay.trace import TraceRequest
-from softload.stores import open_store, parse_size
+from softload.stores import QuietStart, open_store, parse_size
 from softload.telemetry import Statistics
 from softload.testing.faults import FaultyStore
 from softload.transfer import PoolName
@@ -70,7 +70,7 @@ async def replay(
     capacity = _store_pages(options.store, pools, options.layout)
     metrics = Metrics()
     config = options.loader()
-    store: PageStore = open_store(options.store)
+    store: PageStore = QuietStart(open_store(options.store))
     faulty: FaultyStore | None = None
     if options.faults:
         store = faulty = FaultyStore(

@@ -22,8 +22,8 @@ from softload.stores.probe import accepts
 __all__ = ["INSTALL_HINT", "MooncakeCluster"]
 
 INSTALL_HINT: Final = (
-    "install exactly one of softload[mooncake-cpu] (no accelerator), softload[mooncake] (CUDA 12) and "
-    "softload[mooncake-cuda13]"
+    "pip install exactly one of mooncake-transfer-engine-non-cuda (no accelerator), mooncake-transfer-engine (CUDA 12) "
+    "and mooncake-transfer-engine-cuda13"
 )
 
 _START_DEADLINE: Final = 15.0

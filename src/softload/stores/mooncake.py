@@ -22,6 +22,15 @@ from softload.stores.native_log import native_library, restore_log_level
 from softload.stores.probe import accepts, is_alive, probe_master
 from softload.stores.process_exit import has_left, leave_at_exit
 from softload.stores.reservations import Reservations
+from softload.stores.setup_checks import (
+    OUT_OF_MEMORY,
+    check_metadata,
+    check_protocol,
+    check_segment,
+    probe_metadata,
+    probe_rdma,
+    setup_refused,
+)
 
 __all__ = ["NATIVE_CODES", "MooncakeStore"]
 
@@ -48,7 +57,7 @@ class MooncakeStore:
         protocol: `tcp` or `rdma`.
         device: RDMA devices, comma-separated; empty for Mooncake's own choice.
         metadata: address of the metadata server, or `P2PHANDSHAKE` for none.
-        segment: bytes of memory that this process gives to the store.
+        segment: bytes of memory that this process gives to the store: 0, or at least 16 MiB.
         local_buffer: bytes of the client's own buffer.
         tenant: tenant of a master with tenants; empty for the default one.
         lease: seconds that the master's leases last; Mooncake does not tell, so a value that is too long is a mistake.
@@ -71,13 +80,11 @@ class MooncakeStore:
         lease: float = 5.0,
         hostname: str | None = None,
     ) -> None:
-        if segment < 0:
-            raise ValueError(f"segment: expected 0 or more bytes, got {segment}")
         self._master = master
-        self._protocol = protocol
+        self._protocol = check_protocol(protocol)
         self._device = device
-        self._metadata = metadata
-        self._segment = segment
+        self._metadata = check_metadata(metadata)
+        self._segment = check_segment(segment) if segment else 0
         self._local_buffer = check_positive("local_buffer", local_buffer)
         self._tenant = tenant
         self._lease_ttl = check_positive("lease", lease)
@@ -109,7 +116,7 @@ class MooncakeStore:
         """Connect to the master; again is no change. Takes about 0.1 s, of which the native part holds the GIL.
 
         Raises:
-            StoreSetupError: the library is missing, or the master does not answer.
+            StoreSetupError: the library or an RDMA device is missing, or master or metadata server do not answer.
             LoaderClosedError: after `close`.
         """
         with self._lock:
@@ -118,24 +125,11 @@ class MooncakeStore:
             if self._native is not None:
                 return
             client_type = self._prepare()
-            local_address = probe_master(self._master)
-            native = client_type()
-            extra = {"tenant_id": self._tenant} if self._tenant else {}
-            code = native.setup(
-                self._hostname or local_address,
-                self._metadata,
-                self._segment,
-                self._local_buffer,
-                self._protocol,
-                self._device,
-                self._master,
-                **extra,
-            )
-            if code != 0:
-                raise StoreSetupError(
-                    f"expected Mooncake's setup at master {self._master} to answer 0, got {code}: protocol "
-                    f"{self._protocol!r}, device {self._device!r}, metadata {self._metadata!r}, segment {self._segment}"
-                )
+            if self._protocol == "rdma":
+                probe_rdma(self._device)
+            probe_metadata(self._metadata)
+            local_address, native = probe_master(self._master), client_type()
+            self._set_up(native, self._hostname or local_address)
             restore_log_level(native_library())
             self._native = native
             leave_at_exit(self)
@@ -310,6 +304,16 @@ class MooncakeStore:
                 "by the CUDA wheels only, without an accelerator use mooncake-transfer-engine-non-cuda"
             ) from error
         return MooncakeDistributedStore
+
+    def _set_up(self, native: Any, hostname: str) -> None:
+        memory, transport = (self._segment, self._local_buffer), (self._protocol, self._device)
+        tenant = {"tenant_id": self._tenant} if self._tenant else {}
+        try:
+            code = native.setup(hostname, self._metadata, *memory, *transport, self._master, **tenant)
+        except MemoryError:
+            code = OUT_OF_MEMORY
+        if code != 0:
+            raise setup_refused(code, self._master, self._metadata, memory, transport)
 
     def _call(self, function: Callable[[Any], Any]) -> Any:
         """One native call: what it answered, or the status of a store that is not open or that raised."""

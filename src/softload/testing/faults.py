@@ -71,6 +71,9 @@ class Fault:
     seconds: float = 0.0
 
 
+_MOST_HANGS: Final = 100_000
+"""Each is planned before the run."""
+
 _NUMBER: Final = r"(\d+(?:\.\d+)?|\.\d+)"
 _FORMS: Final[Mapping[FaultKind, tuple[str, re.Pattern[str]]]] = {
     **{
@@ -93,8 +96,11 @@ def parse_fault(text: str) -> Fault:
     try:
         kind = FaultKind(name)
     except ValueError:
-        known = ", ".join(form for form, _ in _FORMS.values())
-        raise ValueError(f"fault {text!r}: expected one of {known}, got {name!r}") from None
+        of_calls = ", ".join(form for kind, (form, _) in _FORMS.items() if not kind.is_scheduled)
+        of_processes = ", ".join(form for kind, (form, _) in _FORMS.items() if kind.is_scheduled)
+        raise ValueError(
+            f"fault {text!r}: expected one of {of_calls}; or, of a cluster's processes, {of_processes}; got {name!r}"
+        ) from None
     form, pattern = _FORMS[kind]
     match = pattern.fullmatch(text[len(name) :])
     if match is None:
@@ -103,6 +109,8 @@ def parse_fault(text: str) -> Fault:
     if kind.is_scheduled:
         return Fault(kind, seconds=values[0])
     if kind is FaultKind.HANG:
+        if int(match[1]) > _MOST_HANGS:
+            raise ValueError(f"fault {text!r}: expected at most {_MOST_HANGS} calls, got {match[1]}")
         return Fault(kind, calls=int(match[1]), seconds=values[1])
     if values[0] > 1:
         raise ValueError(f"fault {text!r}: expected a probability of at most 1, got {match[1]}")
