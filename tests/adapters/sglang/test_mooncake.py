@@ -10,7 +10,7 @@ import pytest
 from softload.protocols import PageStore
 from softload.stores.embedded import EmbeddedMooncakeStore
 
-from .engines import Answer, Engine, HookedLinker, engine, prompts, tiny_llama
+from .engines import Answer, Engine, HookedLinker, Prompt, engine, prompts, tiny_llama
 
 pytestmark = pytest.mark.mooncake
 
@@ -22,6 +22,11 @@ LENGTHS = [300 + 37 * index for index in range(10)]
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     with engine(tiny_llama(tmp_path_factory.mktemp("model"), layers=4)) as one:
         yield one
+
+
+def one_by_one(running: Engine, asked: list[Prompt]) -> list[Answer]:
+    """Answers to requests that come one after another."""
+    return [answer for prompt in asked for answer in running.generate([prompt])]
 
 
 def gap_during(decoding: Answer, work: Callable[[], object]) -> float:
@@ -65,23 +70,27 @@ def test_requests_answer_as_if_cold(running: Engine, fault: str, admission: str)
     asked = prompts(*LENGTHS, seed=31)
     cold = running.generate(asked)
     running.flush()
-    decoding = running.start(prompts(90, seed=32)[0], tokens=4000)
+    decoding = running.start(prompts(90, seed=32)[0], tokens=6000)
     while len(decoding.tokens) < 30:
         time.sleep(0.01)
-    computing = gap_during(decoding, lambda: running.generate(prompts(*LENGTHS, seed=33)))
+    computing = gap_during(decoding, lambda: one_by_one(running, prompts(*LENGTHS, seed=33)))
     strike(stores[0].cluster, fault)
     since = time.monotonic()
     answers: list[Answer] = []
-    gap = gap_during(decoding, lambda: answers.extend(running.generate(asked, timeout=100)))
+    gap = gap_during(decoding, lambda: answers.extend(one_by_one(running, asked)))
     took = time.monotonic() - since
+    longest = max(answers, key=lambda answer: answer.first)
+    meanwhile = sum(longest.sent <= at <= longest.times[0] for at in decoding.times)
     running.abort(decoding)
     assert decoding.done.wait(20)
     restored = sum(answer.cached_tokens for answer in answers)
     print(
         f"{fault}, {admission}: {took:.2f} s, {restored} tokens restored, longest first token "
-        f"{max(answer.first for answer in answers):.2f} s, longest gap of another {gap * 1e3:.0f} ms "
+        f"{longest.first:.2f} s, in which another got {meanwhile} tokens, longest gap of another {gap * 1e3:.0f} ms "
         f"({computing * 1e3:.0f} ms where all of it is computed)"
     )
+    if admission == "hold" and longest.first > 0.5:
+        assert meanwhile >= 10
     assert [answer.tokens for answer in answers] == [answer.tokens for answer in cold]
     assert all(answer.is_good for answer in answers)
     if fault == "none":

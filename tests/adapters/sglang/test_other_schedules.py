@@ -31,9 +31,10 @@ def test_a_failing_request_whose_prompt_comes_in_chunks(running: Engine, admissi
     scenarios.test_a_failing_request_whose_prompt_comes_in_chunks(running, admission)
 
 
+@pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("admission", ["hold", "stream"])
-def test_a_client_leaves_while_its_request_loads(running: Engine, admission: str) -> None:
-    scenarios.test_a_client_leaves_while_its_request_loads(running, admission)
+def test_a_client_leaves_while_its_request_loads(running: Engine, admission: str, fails: bool) -> None:
+    scenarios.test_a_client_leaves_while_its_request_loads(running, admission, fails)
 
 
 def test_everything_fails_in_every_batch(running: Engine) -> None:

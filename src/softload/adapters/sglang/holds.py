@@ -103,6 +103,8 @@ class Holds:
         self._limit = limit
         self._lookup_only = lookup_only
         self._holds: dict[str, Hold] = {}
+        self._open: list[Hold] = []
+        """Those that are not decided, in their order; at most `limit`."""
         self._waiting: set[str] = set()
         self._number = 0
         self._changed = threading.Condition()
@@ -121,10 +123,6 @@ class Holds:
         hold = self._holds.get(request_id)
         return request_id in self._waiting if hold is None else not self._is_decided(hold)
 
-    def undecided(self) -> int:
-        """How many holds are not decided."""
-        return sum(not self._is_decided(hold) for hold in self._holds.values())
-
     def look(self, request_id: str, wanted: Wanted) -> Hold | None:
         """The request's hold for these pages, started where there is none; ``None`` while it has to wait for others."""
         hold = self._holds.get(request_id)
@@ -135,13 +133,14 @@ class Holds:
             if not self._is_decided(hold):
                 until = hold.until  # a request whose prefix keeps changing is not held for ever
             self.drop(request_id)
-        if self.undecided() >= self._limit:
+        if len(self._undecided()) >= self._limit:
             self._waiting.add(request_id)
             return None
         self._waiting.discard(request_id)
         self._number += 1
         hold = Hold(request_id, f"{request_id}#{self._number}", wanted, until)
         self._holds[request_id] = hold
+        self._open.append(hold)
         if time.monotonic() >= until or not self._spawn(lambda: self._run(hold)):
             self._decide(hold, 0)
         return hold
@@ -154,7 +153,7 @@ class Holds:
     def wait_change(self, seconds: float) -> None:
         """Wait, if anything is undecided, until something was found or has landed since the last wait."""
         with self._changed:
-            if any(hold.landed is None for hold in self._holds.values()):
+            if any(hold.landed is None for hold in self._undecided()):
                 self._changed.wait_for(lambda: self._changes != self._seen, seconds)
             self._seen = self._changes
 
@@ -206,7 +205,7 @@ class Holds:
         """Once a step, on every rank alike: agree on what is decided. Alone, there is nothing to agree on."""
         if self._ranks.is_alone:
             return
-        open_holds = [hold for hold in self._holds.values() if not hold.agreed]
+        open_holds = self._undecided()
         values: list[int] = []
         for hold in open_holds:
             if hold.chosen is None:
@@ -227,6 +226,12 @@ class Holds:
                 hold.agreed = True
 
     # -- on the engine's thread
+
+    def _undecided(self) -> list[Hold]:
+        self._open = [
+            hold for hold in self._open if self._holds.get(hold.request_id) is hold and not self._is_decided(hold)
+        ]
+        return self._open
 
     def _serves(self, hold: Hold, wanted: Wanted) -> bool:
         shared = min(len(hold.wanted.keys), len(wanted.keys))
