@@ -142,6 +142,7 @@ class Holds:
         self._holds[request_id] = hold
         self._open.append(hold)
         if time.monotonic() >= until or not self._spawn(lambda: self._run(hold)):
+            self._tell_found(hold, ())
             self._decide(hold, 0)
         return hold
 
@@ -237,10 +238,9 @@ class Holds:
         shared = min(len(hold.wanted.keys), len(wanted.keys))
         if hold.wanted.keys[:shared] != wanted.keys[:shared]:
             return False  # the tree has more of it by now, or less
-        if not self._is_decided(hold) or not hold.landed:
-            return True
-        # A shorter question than what landed: a window that ends elsewhere does not answer it.
-        return hold.landed <= len(wanted.keys) or not hold.wanted.is_sparse
+        # A shorter question than what is read: a window that ends elsewhere does not answer it. This, too, goes by what
+        # all ranks know alike: they must hold the same requests.
+        return not (self._is_decided(hold) and hold.wanted.is_sparse and (hold.chosen or 0) > len(wanted.keys))
 
     def _is_decided(self, hold: Hold) -> bool:
         if not self._ranks.is_alone:
@@ -254,10 +254,10 @@ class Holds:
 
     def _choose(self, hold: Hold, pages: int) -> None:
         hold.chosen = pages
-        if not pages:
-            # All ranks know: none of them reads anything.
+        if not pages or self._lookup_only:
+            # All ranks know: none of them reads anything now.
             hold.agreed = True
-            self._decide(hold, 0)
+            self._decide(hold, pages)
         if not self._spawn(lambda: _choose(hold)):
             self._decide(hold, 0)
 

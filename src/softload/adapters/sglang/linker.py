@@ -182,13 +182,14 @@ class SoftloadLinker(UnifiedCacheLinker):  # type: ignore[misc]
         return all(self.layer_done_counter.finish(counter_index).values())
 
     def offload(self, transfers: list[Any], session_id: str | None = None) -> bool:
-        """Save pages once they are computed; False where nothing is saved."""
+        """Save pages once they are computed; False where nothing is to be saved."""
         if not self.options.save:
             return False
         self._number += 1
         unit = self._units.offload(f"offload#{self._number}", transfers, self._fence())
         # Slots that a load has left unfilled are refused until their request was computed, which hooks alone tell.
-        return self._offloads.start(unit, computed=self.admission is Admission.SYNC)
+        self._offloads.start(unit, computed=self.admission is Admission.SYNC)
+        return True
 
     def num_completed_offloads(self) -> int:
         """How many offloads have a result. SGLang asks once a step."""

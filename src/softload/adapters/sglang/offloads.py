@@ -50,8 +50,8 @@ class Offloads:
         self._offloads: deque[_Offload] = deque()
         self._saving: set[Future[None]] = set()
 
-    def start(self, unit: TransferUnit, *, computed: bool) -> bool:
-        """Save what a unit names; False where nothing can be saved now.
+    def start(self, unit: TransferUnit, *, computed: bool) -> None:
+        """Save what a unit names. Where that cannot be, its result says so: all ranks have as many of them.
 
         Args:
             unit: with slots.
@@ -78,15 +78,16 @@ class Offloads:
                 offload.staged.set()
                 offload.result = good
 
+        self._offloads.append(offload)
         try:
             future = self._bridge.spawn(save)
         except LoaderClosedError:
-            return False
+            offload.staged.set()
+            offload.result = False
+            return
         offload.future = future
         self._saving.add(future)
         future.add_done_callback(self._saving.discard)
-        self._offloads.append(offload)
-        return True
 
     def completed(self) -> int:
         """How many of the oldest offloads have a result."""
@@ -129,7 +130,8 @@ class Offloads:
             offload.result = False
             _log.warning("offload.late")
         elif offload.future is not None:
-            if offload.future.cancel():
+            if not offload.future.cancelled():
+                offload.future.cancel()
                 _log.warning("offload.given_up")
             if now > offload.until + _GIVE_UP_SECONDS:
                 _log.error("save.not_given_up")
