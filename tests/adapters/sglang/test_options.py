@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinkerWrapper
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from softload import Layout
 from softload.adapters.sglang import Admission, LinkerOptions, hooking
@@ -55,6 +58,30 @@ def test_a_changed_target_means_sync(monkeypatch: pytest.MonkeyPatch) -> None:
     for asked in ({}, {"admission": "hold"}):
         with tree_of(KINDS["mha"], asked) as tree:
             assert tree.linker.admission is Admission.SYNC
+
+
+def test_without_any_hook_pages_are_restored_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    for owner, names in (
+        (UnifiedCacheLinkerWrapper, ("match", "finish_loads", "release_request")),
+        (UnifiedRadixCache, ("finish_external_linker_loads",)),
+    ):
+        for name in names:
+            monkeypatch.setattr(owner, name, getattr(owner, name).__wrapped__)
+    with tree_of(KINDS["mha"], {"blocking_limit": "5s"}) as tree:
+        assert tree.linker.admission is Admission.SYNC
+        asked = list(range(1000, 1000 + 3 * tree.page_size))
+        written = tree.compute(asked)
+        tree.settle()
+        tree.evict_all()
+        req = tree.request([*asked, 7])
+        assert tree.match(req) == len(asked)
+        slots = tree.load_back(req)
+        assert slots is not None
+        tree.forward(3)
+        got = tree.restored(req, slots)
+        assert all(torch.equal(got[name], written[name]) for name in written)
+        assert tree.cache.finish_external_linker_loads([req]) == []
+        assert req.discard_output_reason is None
 
 
 def test_another_version_is_not_hooked(monkeypatch: pytest.MonkeyPatch) -> None:

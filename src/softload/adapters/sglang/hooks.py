@@ -88,8 +88,9 @@ def finish_external_linker_loads(original: Original, cache: Any, reqs: Any) -> A
     if linker is None:
         return original(cache, reqs)
     skipped = {id(req): req.skip_radix_cache_insert for req in reqs}
-    linker.leaving = original(cache, reqs)
-    for req in linker.leaving:
+    failed = original(cache, reqs)
+    linker.leaving += failed
+    for req in failed:
         req.discard_output_reason = LoadFailed(req.discard_output_reason, skipped_insert=skipped[id(req)])
     return []
 
