@@ -189,6 +189,7 @@ class Reader:
                 lambda _, call=call: self._returned(call),  # type: ignore[misc]
                 prepare=lambda call=call: self._prepare(call),  # type: ignore[misc]
                 priority=turn.tag,
+                kind=endpoint,
             )
             call.native = native
             try:
