@@ -73,6 +73,55 @@ def test_a_steps_orders_start_in_order_and_end_together(bridge: LoaderBridge) ->
     future.result(10.0)
 
 
+def test_spawn_does_not_wait_for_a_loop_that_is_busy(bridge: LoaderBridge) -> None:
+    """An engine's thread is not held up by anything that the loop does."""
+    entered, leave = threading.Event(), threading.Event()
+
+    async def block_the_loop() -> None:
+        entered.set()
+        leave.wait(5.0)
+
+    async def answer() -> str:
+        return "late"
+
+    bridge.spawn(block_the_loop)
+    assert entered.wait(5.0)
+    since = time.monotonic()
+    waiting = bridge.spawn(answer)
+    assert time.monotonic() - since < 0.1
+    assert not waiting.done()
+    leave.set()
+    assert waiting.result(5.0) == "late"
+
+
+def test_cancelling_a_future_cancels_what_it_stands_for(bridge: LoaderBridge) -> None:
+    entered, ended = threading.Event(), threading.Event()
+
+    async def endless() -> None:
+        entered.set()
+        try:
+            await anyio.sleep_forever()
+        finally:
+            ended.set()
+
+    future = bridge.spawn(endless)
+    assert entered.wait(5.0)
+    assert future.cancel()
+    assert ended.wait(5.0)
+
+
+def test_what_a_coroutine_raises_is_its_caller_s_alone(bridge: LoaderBridge) -> None:
+    async def bad() -> None:
+        raise KeyError("x")
+
+    async def good() -> int:
+        return 7
+
+    with pytest.raises(KeyError):
+        bridge.call(bad, 5.0)
+    assert bridge.call(good, 5.0) == 7
+
+
 def test_what_runs_when_the_loop_is_closed_is_cancelled(bridge: LoaderBridge) -> None:
     running, cancelled = threading.Event(), threading.Event()
 

@@ -48,7 +48,7 @@ class Comparison:
     different: int = 0
 
 
-def tiny_llama(folder: Path, *, layers: int = 2, kv_heads: int = 2, seed: int = 0) -> Path:
+def tiny_llama(folder: Path, *, layers: int = 2, seed: int = 0) -> Path:
     """A Llama of random weights, written to disk."""
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -57,7 +57,7 @@ def tiny_llama(folder: Path, *, layers: int = 2, kv_heads: int = 2, seed: int = 
         intermediate_size=128,
         num_hidden_layers=layers,
         num_attention_heads=2,
-        num_key_value_heads=kv_heads,
+        num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=4096,
     )

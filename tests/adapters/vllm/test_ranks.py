@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import BLOCK, Answer, assert_equal, engine, generate, tiny_llama
+from engines import Answer, assert_equal, engine, generate, tiny_llama
 from family import family_of_prompts
 from vllm.v1.metrics.reader import Counter
-
-from softload.stores import MooncakeCluster
 
 pytestmark = pytest.mark.timeout(300)  # three processes import the engine
 
@@ -58,19 +56,3 @@ def test_ranks_that_have_lost_different_blocks(
     monkeypatch.setenv("SOFTLOAD_TEST_FAULTS", json.dumps([fault]))
     metrics = check_twice(tiny_llama(tmp_path), monkeypatch, mode=mode)
     assert (metrics["vllm:softload_failed_loads"] > 0) == (mode == "async")
-
-
-@pytest.mark.slow
-@pytest.mark.mooncake
-def test_ranks_that_hold_the_same_bytes_share_their_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One KV head: the first rank saves it for both."""
-    pytest.importorskip("mooncake.store", exc_type=ImportError)
-    cluster = MooncakeCluster(segment=64 << 20, lease=5.0, owners=1)
-    cluster.start()
-    try:
-        store = f"mooncake://{cluster.address}?segment=0&lease=5s"
-        metrics = check_twice(tiny_llama(tmp_path, kv_heads=1), monkeypatch, store=store)
-    finally:
-        cluster.close()
-    block_bytes = 2 * 2 * 32 * 4 * BLOCK  # layers, keys and values, head size, float32
-    assert 0 < metrics["vllm:softload_saved_bytes"] < 0.75 * block_bytes * metrics["vllm:softload_saved_pages"]

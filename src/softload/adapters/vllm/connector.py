@@ -25,6 +25,7 @@ from softload.adapters.vllm.layers import (
     draft_layers,
     landing_pages,
     pool_group,
+    ranks_are_alike,
     transfer_layers,
 )
 from softload.adapters.vllm.messages import Orders, Reports
@@ -157,8 +158,7 @@ class SoftloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         options, config = self._options, self._vllm_config
         parallel = config.parallel_config
         drafts = draft_layers(config, kv_caches)
-        # As with MLA. Not where a draft's heads are divided among ranks that hold the target's bytes alike.
-        replicated = 1 < parallel.tensor_parallel_size == self._kv_cache_config.kv_tp_replicas
+        replicated = ranks_are_alike(self._kv_cache_config, parallel.tensor_parallel_size)
         pools = pool_group(self._kv_cache_config, kv_caches, drafts, rank_replicated=replicated)
         loader_config = options.loader_config(
             options.namespace or _namespace(config, self._kv_cache_config),
