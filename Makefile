@@ -12,10 +12,11 @@ TRACE ?=
 REQUESTS ?= 600
 SHAPE ?= mini
 STORE ?=
+SECONDS ?= 1800
 # More options for pytest, for example: make test PYTEST="-k breaker -x"
 PYTEST ?=
 
-.PHONY: help venv test test-vllm test-vllm-all test-sglang test-sglang-all lint demo clean
+.PHONY: help venv test test-all soak test-vllm test-vllm-all test-sglang test-sglang-all lint demo clean
 
 help:  ## Show this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
@@ -26,8 +27,15 @@ $(READY): pyproject.toml constraints.txt scripts/bootstrap
 	./scripts/bootstrap
 	@touch $@
 
-test: $(READY)  ## Run the tests, those on a real Mooncake included where it can be imported
+test: $(READY)  ## Run the tests, but the long ones; those on a real Mooncake where it can be imported
+	$(BIN)/python -m pytest -m "not long" $(PYTEST)
+
+test-all: $(READY)  ## Run all tests
 	$(BIN)/python -m pytest $(PYTEST)
+
+# make soak SECONDS=600 TRACE=path/to/trace.jsonl
+soak: $(READY)  ## Replay for half an hour on a cluster whose processes fail every few seconds
+	$(BIN)/python -m tests.faults.soak --seconds $(SECONDS) $(if $(TRACE),--trace $(TRACE))
 
 test-vllm: VLLM_TESTS := -m "not slow"
 test-vllm: VLLM_FILES := $(shell grep -LE '^pytestmark = .*mark\.slow' tests/adapters/vllm/test_*.py)

@@ -23,6 +23,7 @@ from softload.outcomes import PageStatus
 from softload.protocols import Descriptor, PageStore, PutRefusal
 from softload.stores import QuietStart, open_store
 from softload.stores.cluster import INSTALL_HINT
+from softload.stores.listening import exposed_ports
 from softload.stores.setup_checks import probe_rdma, rdma_devices
 
 __all__ = ["Check", "diagnose"]
@@ -129,7 +130,20 @@ def _rdma(url: str) -> Iterator[Check]:
         yield Check("RDMA", True, ", ".join(name for name, active in rdma_devices().items() if active))
 
 
+def _exposed(before: list[int]) -> Iterator[Check]:
+    """Ports that the store opened to other machines: a peer writes into registered memory through them."""
+    ports = sorted(set(exposed_ports()) - set(before))
+    if ports:
+        yield Check(
+            "listening",
+            None,
+            f"this process accepts connections from other machines on {', '.join(map(str, ports))}",
+            "let only the cluster reach them; MC_MIN_RPC_PORT and MC_MAX_RPC_PORT name the range",
+        )
+
+
 def _store(store: PageStore, url: str) -> Iterator[Check]:
+    before = exposed_ports()
     try:
         _bounded(store.open)
     except StoreSetupError as error:
@@ -139,6 +153,7 @@ def _store(store: PageStore, url: str) -> Iterator[Check]:
         yield Check("store", False, f"{url} did not answer within {_SECONDS:.0f} s", "is its master up and reachable?")
         return
     yield Check("store", True, f"{url} answers")
+    yield from _exposed(before)
     try:
         yield from _round_trip(store, url)
     except TimeoutError:

@@ -75,7 +75,7 @@ def test_a_replay_that_is_not_clean_exits_with_1(monkeypatch: pytest.MonkeyPatch
         (["--max-running", "0"], "--max-running: expected at least 1, got 0"),
         (["--shape", "dsv4-flash/0"], "--shape: expected dsv4-flash/FACTOR with a factor of 1 or more, got"),
         (["--shape", "gpt"], "--shape: expected one of mini, "),
-        (["--fault", "kill-master@2"], "--fault 'kill-master@2': expected a fault of calls, got one of a cluster's"),
+        (["--fault", "kill-master@2"], "--fault 'kill-master@2': expected a cluster of the replay's own"),
         (["--fault", "evict=2"], "--fault 'evict=2': expected a probability of at most 1, got 2"),
         (["--fault", "slow=0.1"], "--fault 'slow=0.1': expected slow=P:SECONDS"),
         (

@@ -31,6 +31,17 @@ def test_memory_store_is_fit() -> None:
     assert {"Python", "torch", "store", "object", "whole read", "sessions", "removal"} <= set(checks)
 
 
+@pytest.mark.mooncake
+def test_ports_that_other_machines_reach_are_told() -> None:
+    pytest.importorskip("mooncake")
+    checks = by_name(diagnose("mooncake://embedded?segment=16MiB"))
+    assert checks["listening"].ok is None
+    assert "connections from other machines on" in checks["listening"].found
+    assert "MC_MIN_RPC_PORT" in checks["listening"].advice
+    assert checks["store"].ok and checks["whole read"].ok
+    assert "listening" not in by_name(diagnose("memory://"))
+
+
 def test_bad_url_is_a_bad_call() -> None:
     with pytest.raises(ValueError, match="ftp"):
         diagnose("ftp://nowhere")

@@ -54,6 +54,7 @@ def assert_clean(figures: dict[str, Any]) -> None:
     assert figures["restored_pages"] + figures["computed_pages"] == figures["request_pages"]
     assert figures["restored_pages"] <= figures["lookup_pages"]
     assert figures["lookup_pages"] - figures["restored_pages"] == sum(figures["missed_pages"].values())
+    assert (figures["missed_requests"] > 0) is (figures["lookup_pages"] > figures["restored_pages"])
     if figures["lru_capacity_pages"] >= figures["request_pages"]:
         assert figures["restored_pages"] <= figures["lru_bound_pages"]
 
@@ -190,7 +191,11 @@ async def test_digests_keep_wrong_bytes_out(monkeypatch: pytest.MonkeyPatch) -> 
         ({"speed": 0.0}, "speed: expected a factor above 0, got 0.0"),
         ({"layer_time": -1.0}, "layer_time: expected 0 or more seconds, got -1.0"),
         ({"max_running": 0}, "max_running: expected at least 1, got 0"),
-        ({"faults": ("kill-owner@3",)}, "fault 'kill-owner@3': expected a fault of calls"),
+        ({"faults": ("kill-owner@3",)}, "fault 'kill-owner@3': expected a cluster of the replay's own"),
+        (
+            {"faults": ("kill-owner@3",), "store": "mooncake://embedded"},
+            "'mooncake://embedded\\?owners=N', got 'mooncake://embedded'",
+        ),
         ({"faults": ("explode=1",)}, "fault 'explode=1': expected one of"),
         ({"faults": ("draft-loss=0.5",)}, "expected a draft with objects of its own"),
         ({"store": "ftp://x"}, "ftp"),

@@ -12,7 +12,7 @@ from softload.config import DraftPolicy, Integrity, Layout, LoaderConfig
 from softload.replay.shapes import DraftKind, find_shape
 from softload.replay.synthetic import synthetic_trace
 from softload.replay.trace import TraceRequest, read_trace
-from softload.stores import open_store
+from softload.stores import EmbeddedMooncakeStore, open_store
 from softload.testing.faults import Fault, FaultKind, parse_fault
 
 __all__ = ["AdmissionMode", "ReplayOptions", "SchedulerOptions"]
@@ -162,10 +162,7 @@ class ReplayOptions:
         faults = tuple(parse_fault(spec) for spec in self.faults)
         for fault, spec in zip(faults, self.faults, strict=True):
             if fault.kind.is_scheduled:
-                raise ValueError(
-                    f"fault {spec!r}: expected a fault of calls, got one of a cluster's processes, which needs "
-                    "--store 'mooncake://embedded?owners=N' and a later release"
-                )
+                self._check_cluster(fault, spec)
             if fault.kind is FaultKind.CORRUPT and not self.finds_flipped_bytes:
                 raise ValueError(
                     f"fault {spec!r}: expected layout grouped with integrity full, whose digests find a flipped byte, "
@@ -179,6 +176,15 @@ class ReplayOptions:
                     f"got draft {self.draft} in layout {self.layout}"
                 )
         return faults
+
+    def _check_cluster(self, fault: Fault, spec: str) -> None:
+        store = open_store(self.store)
+        owners = store.cluster.owner_count if isinstance(store, EmbeddedMooncakeStore) else None
+        if owners is None or (fault.kind.needs_owner and not owners):
+            raise ValueError(
+                f"fault {spec!r}: expected a cluster of the replay's own, --store 'mooncake://embedded?owners=N', "
+                f"got {self.store!r}"
+            )
 
     def read_requests(self) -> list[TraceRequest]:
         """The requests to replay.

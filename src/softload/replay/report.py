@@ -42,7 +42,8 @@ def _pages(figures: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     missed = sum(figures["missed_pages"].values())
     yield (
         "found, not restored",
-        f"{missed:,} of {promised:,}" + (f": {_counts(figures['missed_pages'])}" if missed else ""),
+        f"{missed:,} of {promised:,}"
+        + (f", {figures['missed_requests']:,} requests: {_counts(figures['missed_pages'])}" if missed else ""),
     )
     yield "saved", _counts(figures["saved_pages"]) or "none"
     if figures["missed_pages"].get("shed") or figures["saved_pages"].get("shed"):

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 
 from softload.stores.checks import check_fraction
 from softload.stores.cluster import MooncakeCluster
+from softload.stores.master_contact import MasterContact
 from softload.stores.mooncake import MooncakeStore
 from softload.stores.setup_checks import check_segment
 
@@ -80,6 +81,7 @@ class EmbeddedMooncakeStore(MooncakeStore):
             self._prepare()
             self.cluster.start()
             self._master = self.cluster.address
+            self._contact = MasterContact(self._master)
         with ExitStack() as undo:
             undo.callback(self.cluster.close)
             super().open()
