@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -21,9 +21,11 @@ from softload.doctor import diagnose
 from softload.errors import StoreSetupError
 from softload.replay.options import AdmissionMode, ReplayOptions
 from softload.replay.progress import PlainProgress, TerminalProgress
-from softload.replay.report import summary_table
+from softload.replay.recorder import Recorder
+from softload.replay.report import summary_rows, summary_table
 from softload.replay.runner import is_clean, replay
 from softload.replay.shapes import SHAPES, DraftKind
+from softload.replay.timeline import chrome_trace
 from softload.stores import parse_size
 
 __all__ = ["app"]
@@ -65,6 +67,12 @@ def replay_command(
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write all figures there; - for standard output.")
     ] = None,
+    report: Annotated[
+        Path | None, typer.Option(metavar="FILE.html", help="Write figures and plots there, as one page.")
+    ] = None,
+    timeline: Annotated[
+        Path | None, typer.Option(metavar="FILE.json", help="Write a trace of loads and lanes there, for Perfetto.")
+    ] = None,
 ) -> None:
     """Replay a request trace against a store, check every restored byte, and report.
 
@@ -92,8 +100,11 @@ def replay_command(
         trace_requests = options.read_requests()
     except (ValueError, OSError) as error:
         _fail(str(error), status=2)
-    if json_file is not None and json_file != Path("-") and (json_file.is_dir() or not json_file.parent.is_dir()):
-        _fail(f"--json: expected a file in a folder that is there, got {json_file}", status=2)
+    for option, file in (("--json", json_file), ("--report", report), ("--timeline", timeline)):
+        if file is not None and file != Path("-") and (file.is_dir() or not file.parent.is_dir()):
+            _fail(f"{option}: expected a file in a folder that is there, got {file}", status=2)
+    report_page = _page_maker() if report is not None else None
+    recorder = Recorder() if report is not None or timeline is not None else None
     structlog.configure(
         wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
@@ -104,7 +115,7 @@ def replay_command(
     figures: dict[str, object] = {}
     try:
         with bar or nullcontext():
-            figures = asyncio.run(replay(options, trace_requests, bar or PlainProgress(console)))
+            figures = asyncio.run(replay(options, trace_requests, bar or PlainProgress(console), recorder))
     except* StoreSetupError as group:  # alone, or from within the loader's task group
         setup_errors = [str(error) for error in _leaves(group)]
     if setup_errors:
@@ -116,6 +127,10 @@ def replay_command(
             sys.stdout.write(text)
         else:
             json_file.write_text(text, encoding="utf-8")
+    if recorder is not None and timeline is not None:
+        timeline.write_text(json.dumps(chrome_trace(recorder)), encoding="utf-8")
+    if recorder is not None and report is not None and report_page is not None:
+        report.write_text(report_page(figures, recorder, summary_rows(figures)), encoding="utf-8")
     if not is_clean(figures):
         raise typer.Exit(1)
 
@@ -163,6 +178,14 @@ def shapes_command() -> None:
             shape.note,
         )
     Console().print(table)
+
+
+def _page_maker() -> Callable[[dict[str, object], Recorder, list[tuple[str, str]]], str]:
+    try:
+        from softload.replay.page import report_page
+    except ModuleNotFoundError as error:
+        _fail(f"--report: expected the package plotly, found none ({error}); install softload[report]", status=2)
+    return report_page
 
 
 def _number(name: str, text: str) -> float:

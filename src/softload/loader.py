@@ -25,7 +25,7 @@ from softload.handles import Load, Prefetch
 from softload.health import Health
 from softload.keys import KeySpace
 from softload.landing import Arena, LandingMemory
-from softload.native_calls import CallGroup, RefusedError
+from softload.native_calls import CallGroup, CallSpan, RefusedError
 from softload.outcomes import Lookup, SaveReport
 from softload.protocols import PageStore, RankConsensus, SoloConsensus
 from softload.reading import Reader
@@ -57,6 +57,7 @@ class PageLoader(AsyncContextManagerMixin):
         pools: the engine's pools.
         config: settings; the defaults suit a local store.
         consensus: how the ranks of one engine agree; alone by default.
+        on_call: told on the event loop of every blocking call that has returned, for traces.
     """
 
     def __init__(
@@ -66,11 +67,13 @@ class PageLoader(AsyncContextManagerMixin):
         *,
         config: LoaderConfig | None = None,
         consensus: RankConsensus | None = None,
+        on_call: Callable[[CallSpan], object] | None = None,
     ) -> None:
         self.store = store
         self.pools = pools
         self.config = config or LoaderConfig()
         self._consensus = consensus or SoloConsensus()
+        self._on_call = on_call
         self._context: Context | None = None
         self._saver: Saver | None = None
 
@@ -328,6 +331,8 @@ class PageLoader(AsyncContextManagerMixin):
             lifecycle=lifecycle,
             spawn=spawn,
         )
+        for group in self._groups(context):
+            group.on_span = self._on_call
         return context
 
     async def _close(self, context: Context) -> None:
