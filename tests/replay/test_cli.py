@@ -22,7 +22,7 @@ invoke = CliRunner()
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(runner, "_IDLE_SECONDS", 0.05)
+    monkeypatch.setattr(runner, "_QUIET_SECONDS", 0.05)
     monkeypatch.setattr(runner, "_POOL_BYTES", 512 * (32 << 10))
     yield
     structlog.reset_defaults()

@@ -6,12 +6,15 @@ import asyncio
 import time
 from array import array
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
 import psutil  # type: ignore[import-untyped]
+from anyio.from_thread import start_blocking_portal
 
-__all__ = ["ActiveTime", "LagProbe", "Metrics", "Samples", "resident_bytes"]
+__all__ = ["ActiveTime", "LagProbe", "Metrics", "Samples", "idle_loop_lag", "resident_bytes"]
 
 LAG_PERIOD = 0.002
 
@@ -81,6 +84,21 @@ class LagProbe:
     def _fire(self) -> None:
         self.lag.add(max(0.0, self._loop.time() - self._due))
         self._schedule()
+
+
+@contextmanager
+def idle_loop_lag() -> Iterator[Samples]:
+    """The lag of an event loop that has nothing to do, in a thread of its own while the block runs.
+
+    It has the same processor, interpreter and moment as what runs beside it: what another loop lags more is its own.
+    """
+    probe = LagProbe()
+    with start_blocking_portal(name="replay-idle-loop") as portal:
+        portal.call(probe.__enter__)
+        try:
+            yield probe.lag
+        finally:
+            portal.call(probe.__exit__)
 
 
 @dataclass(slots=True)

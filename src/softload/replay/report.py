@@ -67,7 +67,7 @@ def _times(figures: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
         ("load_ms", "load"),
         ("stall_ms", "decode stall"),
         ("loop_lag_ms", "event-loop lag"),
-        ("idle_loop_lag_ms", "lag without a loader"),
+        ("idle_loop_lag_ms", "lag of an idle loop beside it"),
     ):
         yield label, ", ".join(f"{key.replace('_', '.')} {value:.2f}" for key, value in figures[name].items()) + " ms"
     yield "memory", f"{figures['rss_mid'] / 1e6:,.0f} MB at half, {figures['rss_end'] / 1e6:,.0f} MB at the end"

@@ -24,7 +24,7 @@ from softload.replay.engine_memory import KEPT_SHARE, EngineMemory
 from softload.replay.jobs import Job
 from softload.replay.ledger import Ledger
 from softload.replay.lru_bound import LruBound
-from softload.replay.metrics import LagProbe, Metrics, Samples, resident_bytes
+from softload.replay.metrics import LagProbe, Metrics, Samples, idle_loop_lag, resident_bytes
 from softload.replay.options import ReplayOptions
 from softload.replay.progress import Progress
 from softload.replay.recorder import Recorder
@@ -42,7 +42,7 @@ MIB = 1 << 20
 _POOL_BYTES = 1 << 30
 _MAX_DECODE_STEPS = 8
 _COMPUTE_THREADS = 2
-_IDLE_SECONDS = 2.0
+_QUIET_SECONDS = 2.0
 _SETTLE_SECONDS = 60.0
 _COLLECT_SECONDS = 5.0
 _DEFAULT_STORE_BYTES = {"memory": 1 << 30, "mooncake": 256 * MIB}
@@ -95,14 +95,14 @@ async def replay(
     jobs = ((request, Job.of(request, shape, max_pages, _MAX_DECODE_STEPS)) for request in requests)
 
     with ThreadPoolExecutor(_COMPUTE_THREADS, thread_name_prefix="replay-compute") as executor:
-        idle = await _idle_lag(memory, executor)
+        quiet = await _quiet_lag(memory, executor)
         _collect()
         try:
             on_call = recorder.call if recorder is not None else None
             async with PageLoader(store, pools, config=config, on_call=on_call) as loader:
                 scheduler = Scheduler(loader, memory, ledger, executor, options.scheduler(), recorder)
                 started = time.perf_counter()
-                with LagProbe() as probe:
+                with LagProbe() as probe, idle_loop_lag() as idle:
                     async with anyio.create_task_group() as tasks:
                         tasks.start_soon(_watch, metrics, len(requests), progress)
                         tasks.start_soon(_keep_heap_small)
@@ -118,8 +118,11 @@ async def replay(
             gc.unfreeze()
     if progress is not None:
         progress.update(metrics.done, len(requests))
-    figures = _figures(metrics, ledger.bound, statistics, wall, idle, probe.lag)
+    figures = _figures(metrics, ledger.bound, statistics, wall)
     figures |= {
+        "loop_lag_ms": probe.lag.milliseconds(50, 99, 99.9),
+        "idle_loop_lag_ms": idle.milliseconds(50, 99, 99.9),
+        "quiet_loop_lag_ms": quiet.milliseconds(50, 99, 99.9),
         "leaked_slots": memory.allocator.allocated + statistics.held_slots,
         "rss_end": rss_end,
         "lru_capacity_pages": capacity,
@@ -149,9 +152,7 @@ def is_clean(figures: dict[str, object]) -> bool:
     return not any(figures[name] for name in ZEROS)
 
 
-def _figures(
-    metrics: Metrics, bound: LruBound, statistics: Statistics, wall: float, idle: Samples, lag: Samples
-) -> dict[str, object]:
+def _figures(metrics: Metrics, bound: LruBound, statistics: Statistics, wall: float) -> dict[str, object]:
     loading = metrics.loading.seconds
     return {
         "requests": metrics.requests,
@@ -190,8 +191,6 @@ def _figures(
         "first_layer_ms": metrics.first_layer.milliseconds(50, 99),
         "load_ms": metrics.load.milliseconds(50, 99),
         "stall_ms": metrics.stall.milliseconds(50, 99),
-        "loop_lag_ms": lag.milliseconds(50, 99, 99.9),
-        "idle_loop_lag_ms": idle.milliseconds(50, 99, 99.9),
     }
 
 
@@ -246,9 +245,9 @@ def _draft_keys(pools: DevicePoolGroup, config: LoaderConfig) -> Callable[[str],
     return lambda key: key.endswith(suffixes)
 
 
-async def _idle_lag(memory: EngineMemory, executor: Executor) -> Samples:
-    """The loop's lag under the replay's own load of the processor, without a loader: what the machine alone costs."""
-    until = time.perf_counter() + _IDLE_SECONDS
+async def _quiet_lag(memory: EngineMemory, executor: Executor) -> Samples:
+    """The loop's lag before the run, with the replay's compute threads busy and neither store nor loader."""
+    until = time.perf_counter() + _QUIET_SECONDS
     loop = asyncio.get_running_loop()
     halves = np.array_split(np.arange(memory.num_pages, dtype=np.int64), _COMPUTE_THREADS)
     with LagProbe() as probe:
