@@ -32,7 +32,7 @@ current_async_library_cvar: contextvars.ContextVar[str | None] | None = None
 if importlib.util.find_spec("sniffio") is not None:
     current_async_library_cvar = importlib.import_module("sniffio").current_async_library_cvar
 
-__all__ = ["CallGroup", "CallGroupStatistics", "NativeCall", "RefusedError", "callback_context"]
+__all__ = ["CallGroup", "CallGroupStatistics", "CallSpan", "NativeCall", "RefusedError", "callback_context"]
 
 T = TypeVar("T")
 
@@ -61,6 +61,27 @@ class RefusedError(Exception):
     """The group takes no more calls: it is closed, or as many threads are stuck as it may have."""
 
 
+@dataclass(frozen=True, slots=True)
+class CallSpan:
+    """One blocking call that has returned, as a trace shows it.
+
+    Args:
+        group: the calls that it shares lanes with.
+        lane: which of them it took, from 0; those that stand in for stuck ones come last.
+        label: what it did; empty where the group says enough.
+        started: when a thread got it, `time.monotonic`.
+        ended: when it returned.
+        abandoned: whether nobody waited for it any more.
+    """
+
+    group: str
+    lane: int
+    label: str
+    started: float
+    ended: float
+    abandoned: bool
+
+
 class NativeCall(Generic[T]):
     """One call.
 
@@ -73,10 +94,13 @@ class NativeCall(Generic[T]):
         "_prepare",
         "_run",
         "abandoned",
+        "ended_at",
         "error",
         "finished",
         "group",
         "kind",
+        "label",
+        "lane",
         "priority",
         "started_at",
         "value",
@@ -97,7 +121,11 @@ class NativeCall(Generic[T]):
         self.priority = priority
         self.kind = kind
         self.group: CallGroup | None = None
+        self.label = ""
+        """What it does, for traces."""
+        self.lane = 0
         self.started_at: float | None = None
+        self.ended_at = 0.0
         self.finished = False
         self.abandoned = False
         self.value: T | None = None
@@ -124,6 +152,7 @@ class NativeCall(Generic[T]):
         except BaseException as error:  # of this thread: it must not end the loop's
             self.error = RuntimeError(f"a blocking call raised {error!r}")
             self.error.__cause__ = error
+        self.ended_at = time.monotonic()
 
     def complete(self) -> None:
         """Run on the loop, once the call has returned."""
@@ -179,6 +208,9 @@ class CallGroup:
         self.name = name
         self.width = width
         self.max_stuck = max_stuck
+        self.on_span: Callable[[CallSpan], object] | None = None
+        """Told of every call that has returned, on the loop; for traces."""
+        self._lanes: set[int] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._heap: list[tuple[float, int, NativeCall[Any]]] = []
         self._order = itertools.count()
@@ -283,6 +315,9 @@ class CallGroup:
             self._running += 1
             self._of_kind[call.kind] += 1
             self._calls += 1
+            if self.on_span is not None:
+                call.lane = next(lane for lane in itertools.count() if lane not in self._lanes)
+                self._lanes.add(call.lane)
             call.started_at = time.monotonic()
             inbox.put(call)
         for entry in aside:
@@ -325,6 +360,9 @@ class CallGroup:
 
     def _returned(self, inbox: SimpleQueue[NativeCall[Any] | None], call: NativeCall[Any]) -> None:
         self._running -= 1
+        if self.on_span is not None and call.started_at is not None:
+            self._lanes.discard(call.lane)
+            self.on_span(CallSpan(self.name, call.lane, call.label, call.started_at, call.ended_at, call.abandoned))
         if call.abandoned:
             self._stuck.discard(call)
         else:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from softload.errors import StoreSetupError
-from softload.stores import EmbeddedMooncakeStore, MemoryStore, QuietStart, open_store, quiet_start, setup_checks
+from softload.stores import EmbeddedMooncakeStore, MemoryStore, QuietStart, open_store, setup_checks
 from softload.stores.setup_checks import metadata_addresses, probe_metadata, probe_rdma, rdma_devices, setup_refused
 
 
@@ -121,7 +121,7 @@ def test_a_quiet_start_without_a_place_to_hold_lines_back(monkeypatch: pytest.Mo
     def refuse() -> None:
         raise FileNotFoundError("No usable temporary directory found")
 
-    monkeypatch.setattr(quiet_start.tempfile, "TemporaryFile", refuse)
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
     before = len(os.listdir("/proc/self/fd"))
     quiet = QuietStart(MemoryStore())
     quiet.open()
