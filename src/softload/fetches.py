@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from enum import Enum
 from typing import Protocol
@@ -34,6 +35,9 @@ class FetchListener(Protocol):
 
     def fetch_failed(self, fetch: Fetch) -> None:
         """It cannot be had. Called on the loop; must not await."""
+
+    def fetch_replaced(self, old: Fetch, new: Fetch) -> None:
+        """`new` has landed what `old` was to bring: join that, and leave `old` as soon as nobody copies from it."""
 
     def wake(self) -> None:
         """Some of its fetches have landed, or failed. Called on the loop, once for many."""
@@ -68,6 +72,8 @@ class Fetch:
     __slots__ = (
         "descriptor",
         "endpoint",
+        "has_second",
+        "issuer",
         "keep_until",
         "key",
         "listeners",
@@ -89,6 +95,10 @@ class Fetch:
         self.tailed = tailed
         self.parts: list[Part] = [Part(self, ((0, size),), None)]
         self.listeners: list[FetchListener] = []
+        self.issuer: FetchListener | None = None
+        """Who had it read, until it leaves; all other listeners joined."""
+        self.has_second = False
+        """Whether it was read a second time, or is a second read itself: there is no third."""
         self.session: Session | None = None
         self.status = PageStatus.LOADED
         self.timed_out = False
@@ -113,26 +123,53 @@ class Fetch:
         """Whether a call may still write its segment."""
         return any(part.state is PartState.IN_FLIGHT for part in self.parts)
 
+    @property
+    def joiners(self) -> list[FetchListener]:
+        """Who waits for a read that somebody else had started; each once."""
+        return [listener for listener in dict.fromkeys(self.listeners) if listener is not self.issuer]
+
+    def give_up_calls(self) -> None:
+        """Nobody relies on the calls that may still write its segment."""
+        for part in self.parts:
+            if part.state is PartState.IN_FLIGHT and part.call is not None:
+                part.call.give_up(part)
+
     def landed_for(self, layers: range) -> bool:
         """Whether the bytes that `layers` need are here and checked."""
         return not self.failed and all(part.state is PartState.LANDED for part in self.parts if part.serves(layers))
 
 
 class Turn:
-    """A load's place among others: batches of a load come one after another, loads take turns."""
+    """A unit's place among others: the batches of one unit come one after another, units take turns.
+
+    Args:
+        suspects: endpoints that have let the unit down already; a second read shares them with the first.
+    """
 
     __slots__ = ("suspects", "tag")
 
-    def __init__(self) -> None:
+    def __init__(self, suspects: set[str] | None = None) -> None:
         self.tag = 0.0
-        self.suspects: set[str] = set()
-        """Endpoints that have let this load down: however many of its calls time out, that is one outcome."""
+        self.suspects: set[str] = set() if suspects is None else suspects
+        """Endpoints that have let this unit down: however many of its calls time out, that is one outcome."""
 
 
 class ReadCall:
     """One native read: the parts of objects of one endpoint."""
 
-    __slots__ = ("endpoint", "expected", "live", "native", "parts", "ranged", "timed_out", "turn", "wanted")
+    __slots__ = (
+        "alarm",
+        "endpoint",
+        "expected",
+        "live",
+        "native",
+        "overdue",
+        "parts",
+        "ranged",
+        "relied_on",
+        "timed_out",
+        "turn",
+    )
 
     def __init__(self, endpoint: str, parts: list[Part], turn: Turn, *, ranged: bool) -> None:
         self.endpoint = endpoint
@@ -140,17 +177,22 @@ class ReadCall:
         self.parts = parts
         self.ranged = ranged
         self.live: list[Part] = []
-        self.wanted = 0
+        self.relied_on: set[Part] = set()
+        """Live parts that somebody waits for, and has nothing else to wait for."""
         self.expected = 0.0
+        self.alarm: asyncio.TimerHandle | None = None
+        self.overdue = False
+        """Whether it takes much longer than such a call should. Set by the alarm, so that all agree on it."""
         self.timed_out = False
         self.native: NativeCall[list[tuple[PageStatus, Descriptor | None]]] | None = None
-
-    @property
-    def overdue(self) -> bool:
-        """Whether it takes much longer than such a call should."""
-        return self.native is not None and self.native.elapsed() > self.due_seconds
 
     @property
     def due_seconds(self) -> float:
         """How long it may take before nobody joins it any more."""
         return max(_JOIN_SECONDS, _JOIN_FACTOR * self.expected)
+
+    def give_up(self, part: Part) -> None:
+        """Nobody relies on it for this part any more; a call of which that holds for every part leaves its lane."""
+        self.relied_on.discard(part)
+        if not self.relied_on and self.native is not None:
+            self.native.abandon()

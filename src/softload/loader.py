@@ -214,6 +214,7 @@ class PageLoader(AsyncContextManagerMixin):
             bytes_loaded=counters.bytes_loaded,
             bytes_saved=counters.bytes_saved,
             retries=counters.retries,
+            second_reads=counters.second_reads,
             removed_corrupt=counters.removed_corrupt,
             timed_out_calls=counters.timed_out_calls,
             shared_objects=counters.shared_objects,

@@ -235,6 +235,10 @@ class UnitRun:
             self.wants.mark_bad(wanted.column, wanted.page, fetch.status)
         self._recut()
 
+    def fetch_replaced(self, old: Fetch, new: Fetch) -> None:
+        """Another read of the same object has landed."""
+        self._fetches.replace(old, new)
+
     def wake(self) -> None:
         """Some fetches have landed or failed."""
         self._changed.set()

@@ -12,13 +12,15 @@ import structlog
 from softload import events
 from softload.config import LoaderConfig
 from softload.fetches import Fetch, FetchListener, Part, PartState, ReadCall, Turn
-from softload.health import MAX_ENDPOINTS, Health
+from softload.health import Health
 from softload.landing import LandingMemory, Segment, SegmentState
 from softload.native_calls import CallGroup, NativeCall, RefusedError
 from softload.outcomes import Action, PageStatus
 from softload.planning import read_batches
 from softload.protocols import Clock, Descriptor
 from softload.read_execution import execute_read
+from softload.read_health import ReadHealth
+from softload.second_reads import SecondReads
 from softload.sessions import Session, SessionTable
 from softload.store_calls import StoreCalls
 from softload.telemetry import Counters
@@ -26,14 +28,6 @@ from softload.telemetry import Counters
 __all__ = ["Reader"]
 
 _log = structlog.get_logger(__name__)
-
-_FIRST_RATE = 500e6
-"""Bytes per second that are expected of an endpoint before the first sample."""
-
-_CALL_SECONDS = 0.002
-
-_NOT_REFUTED = (PageStatus.SHED, PageStatus.CANCELLED, PageStatus.STORE_UNREACHABLE, PageStatus.MALFORMED)
-"""Failures that say nothing about the key."""
 
 
 class Reader:
@@ -63,14 +57,14 @@ class Reader:
         self._calls = calls
         self._landing = landing
         self._sessions = sessions
-        self._health = health
         self._counters = counters
         self._config = config
         self._spawn = spawn
         self._clock = clock
         self._fetches: dict[str, Fetch] = {}
         self._kept: OrderedDict[str, Fetch] = OrderedDict()
-        self._rates: dict[str, float] = {}
+        self._health = ReadHealth(health, counters)
+        self._seconds = SecondReads(self, landing, health, counters)
         self._turn = 0.0
         self.group = CallGroup("read", width=config.read_lanes, max_stuck=config.stuck_threads)
         self._removals = CallGroup("remove", width=1, max_stuck=1)
@@ -83,11 +77,8 @@ class Reader:
         fetch = self._fetches.get(key)
         if fetch is None or fetch.failed or fetch.timed_out:
             return None
-        if any(
-            part.call is not None and part.state is PartState.IN_FLIGHT and part.call.overdue for part in fetch.parts
-        ):
-            return None
-        return fetch
+        late = any(part.state is PartState.IN_FLIGHT and part.call and part.call.overdue for part in fetch.parts)
+        return None if late else fetch
 
     def join(self, fetch: Fetch, listener: FetchListener) -> None:
         """Want a fetch; `leave` must follow."""
@@ -112,7 +103,7 @@ class Reader:
             key: the object's key.
             segment: where it lands.
             descriptor: where it is, as far as that is known.
-            listener: who wants it.
+            listener: who wants it, and has it read.
             size: bytes of the object.
             tailed: whether it ends in a tail with digests.
             ranges: `(layers, byte ranges)` per part, for ranged reads; none for one whole read.
@@ -121,6 +112,7 @@ class Reader:
         if ranges:
             fetch.parts = [Part(fetch, tuple(pairs), layers) for layers, pairs in ranges]
         fetch.listeners.append(listener)
+        fetch.issuer = listener
         self._fetches[key] = fetch
         return fetch
 
@@ -134,9 +126,14 @@ class Reader:
             keep: its landed bytes may serve later units for a while.
         """
         fetch.listeners.remove(listener)
+        if listener is fetch.issuer and listener not in fetch.listeners:
+            fetch.issuer = None
+            if fetch in self._seconds:  # whoever is left waits for that
+                fetch.give_up_calls()
         if timed_out and fetch.in_flight:
             fetch.timed_out = True
-            self._count_time_out(fetch)
+            self._health.time_out(fetch)
+        self._seconds.left(fetch, timed_out=timed_out)
         if not fetch.listeners:
             self._settle(fetch, keep=keep)
 
@@ -197,7 +194,7 @@ class Reader:
             try:
                 self.group.submit(native)
             except RefusedError:
-                self._fail(items, PageStatus.SHED)
+                self.fail(items, PageStatus.SHED)
 
     async def _read_ranged(self, parts: Sequence[Part], turn: Turn) -> None:
         """Hold sessions for the parts' objects, then read them."""
@@ -214,7 +211,7 @@ class Reader:
                 fetch.parts = [Part(fetch, ((0, fetch.size),), None)]
                 self._submit(fetch.parts, turn, ranged=False)
             else:
-                self._fail(fetch.parts, answer)
+                self.fail(fetch.parts, answer)
         await self._renew_and_submit([part for part in parts if part.fetch.session is not None], turn, force=False)
 
     async def _renew_and_submit(self, parts: Sequence[Part], turn: Turn, *, force: bool) -> None:
@@ -225,7 +222,7 @@ class Reader:
         for part in held:
             answer = found.get(id(part.fetch.session), PageStatus.LOADED)  # none: freed meanwhile
             if answer is not PageStatus.LOADED:
-                self._fail([part], answer)
+                self.fail([part], answer)
         self._submit([part for part in held if part.state is PartState.QUEUED], turn, ranged=True)
 
     def _prepare(self, call: ReadCall) -> bool:
@@ -234,7 +231,7 @@ class Reader:
         self._turn = max(self._turn, call.native.priority)
         live = [part for part in call.parts if part.state is PartState.QUEUED and part.fetch.listeners]
         if live and self._landing.refuses(call.endpoint):
-            self._fail(live, PageStatus.SHED)
+            self.fail(live, PageStatus.SHED)
             return False
         sessions = [part.fetch.session for part in live if part.fetch.session is not None]
         if any(map(self._sessions.wants_renewal, sessions)):  # its lease ran down while the call was queued
@@ -244,10 +241,10 @@ class Reader:
             part.state = PartState.IN_FLIGHT
             part.call = call
             part.fetch.segment.state = SegmentState.IN_FLIGHT
-        call.live = live
-        call.wanted = len(live)
-        nbytes = sum(part.nbytes for part in live)
-        call.expected = _CALL_SECONDS + nbytes / self._rates.get(call.endpoint, _FIRST_RATE)
+        if live:
+            call.live, call.relied_on = live, set(live)
+            self._health.expect(call)
+            self._seconds.watch(call)
         return bool(live)
 
     # -- back on the loop
@@ -255,10 +252,11 @@ class Reader:
     def _returned(self, call: ReadCall) -> None:
         native = call.native
         assert native is not None
+        self._seconds.returned(call)
         answers = native.value or [(PageStatus.MALFORMED, None)] * len(call.live)
         if native.error is not None and not isinstance(native.error, RefusedError):
             _log.error(events.STORE_RAISED, error=repr(native.error))
-        self._record(call, [status for status, _ in answers])
+        self._health.record(call, [status for status, _ in answers])
         again: list[Part] = []
         landed: dict[FetchListener, None] = {}
         for part, (status, descriptor) in zip(call.live, answers, strict=True):
@@ -271,12 +269,12 @@ class Reader:
             elif status is PageStatus.LOADED:
                 self._land(part)
                 landed.update(dict.fromkeys(fetch.listeners))
-            elif self._may_retry(part, status, descriptor):
+            elif fetch not in self._seconds and self._may_retry(part, status, descriptor):
                 again.append(part)
             else:
-                if status is PageStatus.CORRUPT:
+                if status is PageStatus.CORRUPT and fetch not in self._seconds:
                     self._remove_corrupt(fetch)
-                self._fail([part], status)
+                self.fail([part], status)
         for listener in landed:
             listener.wake()
         if again:
@@ -292,8 +290,10 @@ class Reader:
         self._counters.bytes_loaded += part.nbytes
         if fetch.landed:
             fetch.segment.state = SegmentState.LANDED
-            self._health.negative.discard(fetch.key)
+            self._health.confirm(fetch)
             self._release_session(fetch)
+            self._seconds.landed(fetch)
+            self._fetches.setdefault(fetch.key, fetch)  # a second read took its place, and was not needed
 
     def _may_retry(self, part: Part, status: PageStatus, descriptor: Descriptor | None) -> bool:
         fetch = part.fetch
@@ -310,18 +310,18 @@ class Reader:
         self._counters.retries += 1
         return True
 
-    def _fail(self, parts: Sequence[Part], status: PageStatus) -> None:
+    def fail(self, parts: Sequence[Part], status: PageStatus) -> None:
+        """The objects of these parts cannot be had: tell everybody who wants them, once."""
         for fetch in {id(part.fetch): part.fetch for part in parts}.values():
             for part in fetch.parts:
                 if part.state is PartState.QUEUED:
                     part.state = PartState.FAILED
-            if fetch.failed:
+            if fetch.failed or self._seconds.stands_in(fetch, status):
                 continue
             fetch.status = status
             if self._fetches.get(fetch.key) is fetch:
                 del self._fetches[fetch.key]
-            if status not in _NOT_REFUTED:
-                self._health.negative.add(fetch.key, status)
+            self._health.refute(fetch)
             for listener in dict.fromkeys(fetch.listeners):
                 listener.fetch_failed(fetch)
                 listener.wake()
@@ -337,11 +337,7 @@ class Reader:
                 return  # another of its parts has returned
             self._forget(fetch)
             self._landing.quarantine(fetch.segment, fetch.endpoint)
-            for part in fetch.parts:
-                if part.state is PartState.IN_FLIGHT and part.call is not None and part.call.native is not None:
-                    part.call.wanted -= 1
-                    if not part.call.wanted:
-                        part.call.native.abandon()
+            fetch.give_up_calls()
         elif keep and fetch.landed and self._config.prefetch_ttl > 0 and self._fetches.get(fetch.key) is fetch:
             fetch.keep_until = self._clock() + self._config.prefetch_ttl
             self._kept[fetch.key] = fetch
@@ -378,38 +374,3 @@ class Reader:
             self._removals.submit(NativeCall(lambda: self._calls.remove([key], force=True), lambda _: None))
         except RefusedError:
             return
-
-    # -- health
-
-    def _record(self, call: ReadCall, statuses: list[PageStatus]) -> None:
-        assert call.native is not None
-        if PageStatus.STORE_UNREACHABLE in statuses:
-            self._health.record_master(statuses)
-        breaker = self._health.endpoint(call.endpoint)
-        if call.timed_out:
-            return  # counted when its waiters gave up
-        if PageStatus.TRANSFER_FAILED in statuses or PageStatus.MALFORMED in statuses:
-            breaker.record(False)
-        elif PageStatus.LOADED in statuses:
-            breaker.record(True)
-            nbytes = sum(part.nbytes for part in call.live)
-            rate = nbytes / max(call.native.elapsed(), 1e-6)
-            known = self._rates.pop(call.endpoint, rate)
-            self._rates[call.endpoint] = known + 0.2 * (rate - known)
-            if len(self._rates) > MAX_ENDPOINTS:  # the one that was read from longest ago
-                del self._rates[next(iter(self._rates))]
-
-    def _count_time_out(self, fetch: Fetch) -> None:
-        """Once per call, at once, and only for a call that really takes too long: our own queue counts for nothing."""
-        for part in fetch.parts:
-            call = part.call
-            if part.state is PartState.IN_FLIGHT and call is not None and call.overdue:
-                breaker = self._health.endpoint(call.endpoint)
-                if not call.timed_out:
-                    call.timed_out = True
-                    self._counters.timed_out_calls += 1
-                    if call.endpoint not in call.turn.suspects:
-                        call.turn.suspects.add(call.endpoint)
-                        breaker.record(False)
-                if breaker.is_open:
-                    self._health.negative.add(fetch.key, PageStatus.TIMED_OUT)

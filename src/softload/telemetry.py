@@ -28,6 +28,7 @@ class Counters:
     bytes_loaded: int = 0
     bytes_saved: int = 0
     retries: int = 0
+    second_reads: int = 0
     removed_corrupt: int = 0
     timed_out_calls: int = 0
     shared_objects: int = 0
@@ -52,6 +53,7 @@ class Statistics:
         open_sessions: sessions for ranged reads.
         stuck_threads: threads in native calls that nobody waits for.
         queued_calls: calls that wait for a lane.
+        second_reads: objects that were read again because the read that somebody had joined was late.
         shared_objects: objects that were wanted again while they were here or on their way, and not read again.
         open_breakers: endpoints, and the master, to which nothing is sent.
         negative_keys: keys in the negative cache.
@@ -71,6 +73,7 @@ class Statistics:
     bytes_loaded: int
     bytes_saved: int
     retries: int
+    second_reads: int
     removed_corrupt: int
     timed_out_calls: int
     shared_objects: int

@@ -37,6 +37,7 @@ class UnitFetches:
         self._share = share
         self._fetches: dict[Wanted, Fetch] = {}
         self._wants: dict[Fetch, list[Wanted]] = {}
+        self._replaced: list[Fetch] = []
         self.descriptors: dict[str, Descriptor | None] = {}
         self.bytes_read = 0
 
@@ -56,7 +57,11 @@ class UnitFetches:
         return self._fetches[Wanted(column, page)].segment
 
     def landed(self, columns: Iterable[Column], layers: range | None = None) -> bool:
-        """Whether the bytes that the unit's good pages need, for `layers` or for all, are here and checked."""
+        """Whether the bytes that the unit's good pages need, for `layers` or for all, are here and checked.
+
+        The unit itself asks, between its copies: so it does not copy any more from what was replaced meanwhile.
+        """
+        self._leave_replaced()
         for column in columns:
             for page in self._pages.pages_of(column):
                 fetch = self._fetches.get(Wanted(column, page))
@@ -109,6 +114,12 @@ class UnitFetches:
                 if fetch is not None:
                     self._hold(Wanted(column, page), fetch)
 
+    def replace(self, old: Fetch, new: Fetch) -> None:
+        """Hold `new`, which has landed, for all that `old` was held for. `old` is held until the running copy ends."""
+        for wanted in self._wants.pop(old, ()):
+            self._hold(wanted, new)
+            self._replaced.append(old)
+
     def prune(self, *, timed_out: bool = False) -> None:
         """Let go of what the unit's good pages do not need any more."""
         for wanted in [w for w in self._fetches if w.page not in self._pages.pages_of(w.column)]:
@@ -124,6 +135,7 @@ class UnitFetches:
         """Let go of everything; landed bytes may serve later units with `keep`."""
         for wanted in list(self._fetches):
             self._let_go(wanted, keep=keep)
+        self._leave_replaced()
 
     def _objects(self) -> list[tuple[Wanted, int]]:
         """The objects that are needed, with their sizes; each key once."""
@@ -138,10 +150,8 @@ class UnitFetches:
     def _join(self) -> None:
         """Hold what is here or on its way, all at once: it may be gone after the next await."""
         for wanted in self._pages.needed():
-            fetch = self._context.reader.find(wanted.key)
-            if fetch is not None and wanted not in self._fetches:
-                self._context.counters.shared_objects += 1
-                self._hold(wanted, fetch)
+            if wanted not in self._fetches:
+                self._join_one(wanted)
 
     async def _assign(self, new: list[tuple[Wanted, int]], segments: list[Segment], turn: Turn) -> None:
         """Join or start every fetch, column by column: the first layers' reads are out before the last are planned."""
@@ -167,21 +177,16 @@ class UnitFetches:
         self.prune()
 
     def _assign_column(self, column: Column, first: int, spare: dict[str, Segment]) -> list[Part]:
-        reader = self._context.reader
         tailed = self._context.config.layout is Layout.GROUPED
         parts: list[Part] = []
         for page in self._pages.pages_of(column)[first : first + _PAGES_PER_TURN]:
             wanted, key = Wanted(column, page), column.keys[page]
-            if wanted in self._fetches:
+            if wanted in self._fetches or self._join_one(wanted):
                 continue
-            fetch = reader.find(key)
-            if fetch is not None:
-                self._context.counters.shared_objects += 1
-                self._hold(wanted, fetch)
-            elif key in spare:
+            if key in spare:
                 size = self._size(wanted)
                 ranges = self._ranges(wanted, size) if self._is_ranged else ()
-                fetch = reader.add(
+                fetch = self._context.reader.add(
                     key,
                     spare.pop(key),
                     self.descriptors.get(key),
@@ -197,6 +202,19 @@ class UnitFetches:
             else:  # it was here before this unit waited for memory, and is no longer
                 self._pages.mark_bad(column, page, PageStatus.SHED)
         return parts
+
+    def _join_one(self, wanted: Wanted) -> bool:
+        """Hold an object that is here or on its way, if it is."""
+        fetch = self._context.reader.find(wanted.key)
+        if fetch is None:
+            return False
+        self._context.counters.shared_objects += 1
+        self._hold(wanted, fetch)
+        return True
+
+    def _leave_replaced(self) -> None:
+        while self._replaced:
+            self._context.reader.leave(self._replaced.pop(), self._listener)
 
     def _hold(self, wanted: Wanted, fetch: Fetch) -> None:
         if fetch.size != self._size(wanted):  # another object under the same key than the one that was admitted

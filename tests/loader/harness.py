@@ -307,3 +307,9 @@ def from_call(number: int) -> Callable[[Sequence[str]], bool]:
     """For `HangingStore.hold`: hold call `number`, from 0, and all that come after it."""
     calls = itertools.count()
     return lambda _: next(calls) >= number
+
+
+def nth_of(number: int, *page_keys: str) -> Callable[[Sequence[str]], bool]:
+    """For `HangingStore.hold`: hold only call `number`, from 0, of those that are about one of these pages."""
+    chosen, calls = any_of(*page_keys), itertools.count()
+    return lambda object_keys: chosen(object_keys) and next(calls) == number

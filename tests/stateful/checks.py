@@ -125,13 +125,26 @@ class CheckedWorld(World):
         for page in range(restored):
             draft = "any"
             if self.draft is not DraftMode.NONE:
-                # Zeros, but for what a cancel or the deadline left of the draft: one chunk of them is written then.
-                draft = "good" if page < outcome.draft_pages else "any"
+                draft = "good" if page < outcome.draft_pages else "zero" if self._is_zeroed(user, outcome) else "any"
             self.engine.check_page(request.rows[page], request.keys[page], draft)
         for pool in self.engine.pools.pools:
             good = outcome.draft_pages if pool.name.is_draft else restored
             states = [self.context.slots.state(pool, row) for row in request.rows]
             assert states == [SlotState.COMMITTED] * good + [SlotState.RELEASED] * (len(states) - good), pool.name
+
+    def _is_zeroed(self, user: User, outcome: UnitOutcome) -> bool:
+        """Whether the draft's slots past its own pages must hold zeros.
+
+        After a deadline or a cancel one more chunk of them is written, so all of them where a chunk holds them all.
+        """
+        row_bytes = sum(
+            view.shape[1]
+            for pool in self.engine.pools.pools
+            for buffer, view in enumerate(pool.page_views)
+            if pool.is_draft_buffer(buffer)
+        )
+        lacking = (outcome.restored_pages - outcome.draft_pages) * row_bytes
+        return lacking <= self.copy_chunk_bytes
 
     # -- parts
 

@@ -62,6 +62,8 @@ class World:
     landing_bytes: ClassVar[int] = 2 << 20
     read_lanes: ClassVar[int] = 2
     store_bytes: ClassVar[int] = 8 << 20
+    copy_chunk_bytes: ClassVar[int] = 16 << 10
+    """A few copies: deadlines and cancels fall between two of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +113,7 @@ class World:
                 write_lanes=1,
                 control_lanes=2,
                 read_batch_objects=4,
-                copy_chunk_bytes=16 << 10,
+                copy_chunk_bytes=self.copy_chunk_bytes,
             ),
         )
         self.stop = asyncio.Event()

@@ -1,0 +1,85 @@
+"""What reads say about the health of endpoints and of the master, and how long the next one should take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from softload.fetches import Fetch, PartState, ReadCall
+from softload.health import MAX_ENDPOINTS, Health
+from softload.outcomes import PageStatus
+from softload.telemetry import Counters
+
+__all__ = ["ReadHealth"]
+
+_FIRST_RATE = 500e6
+"""Bytes per second that are expected of an endpoint before the first sample."""
+
+_CALL_SECONDS = 0.002
+
+_NOT_REFUTED = (PageStatus.SHED, PageStatus.CANCELLED, PageStatus.STORE_UNREACHABLE, PageStatus.MALFORMED)
+"""Failures that say nothing about the key."""
+
+
+class ReadHealth:
+    """Judges the reads of one loader.
+
+    Args:
+        health: told what endpoints and keys turn out to be.
+        counters: told of time-outs.
+    """
+
+    def __init__(self, health: Health, counters: Counters) -> None:
+        self._health = health
+        self._counters = counters
+        self._rates: dict[str, float] = {}
+
+    def expect(self, call: ReadCall) -> None:
+        """Say how long a call that starts now should take."""
+        nbytes = sum(part.nbytes for part in call.live)
+        call.expected = _CALL_SECONDS + nbytes / self._rates.get(call.endpoint, _FIRST_RATE)
+
+    def record(self, call: ReadCall, statuses: Sequence[PageStatus]) -> None:
+        """A call is back."""
+        assert call.native is not None
+        if PageStatus.STORE_UNREACHABLE in statuses:
+            self._health.record_master(list(statuses))
+        breaker = self._health.endpoint(call.endpoint)
+        if call.timed_out:
+            return  # counted when its waiters gave up
+        if PageStatus.TRANSFER_FAILED in statuses or PageStatus.MALFORMED in statuses:
+            breaker.record(False)
+        elif PageStatus.LOADED in statuses:
+            breaker.record(True)
+            nbytes = sum(part.nbytes for part in call.live)
+            rate = nbytes / max(call.native.elapsed(), 1e-6)
+            known = self._rates.pop(call.endpoint, rate)
+            self._rates[call.endpoint] = known + 0.2 * (rate - known)
+            if len(self._rates) > MAX_ENDPOINTS:  # the one that was read from longest ago
+                del self._rates[next(iter(self._rates))]
+
+    def time_out(self, fetch: Fetch) -> None:
+        """Somebody gave a fetch up because its bytes did not come in time.
+
+        Counts once per call, at once, and only for a call that really takes too long: our own queue counts for nothing.
+        """
+        for part in fetch.parts:
+            call = part.call
+            if part.state is PartState.IN_FLIGHT and call is not None and call.overdue:
+                breaker = self._health.endpoint(call.endpoint)
+                if not call.timed_out:
+                    call.timed_out = True
+                    self._counters.timed_out_calls += 1
+                    if call.endpoint not in call.turn.suspects:
+                        call.turn.suspects.add(call.endpoint)
+                        breaker.record(False)
+                if breaker.is_open:
+                    self._health.negative.add(fetch.key, PageStatus.TIMED_OUT)
+
+    def refute(self, fetch: Fetch) -> None:
+        """A fetch failed."""
+        if fetch.status not in _NOT_REFUTED:
+            self._health.negative.add(fetch.key, fetch.status)
+
+    def confirm(self, fetch: Fetch) -> None:
+        """A fetch has landed."""
+        self._health.negative.discard(fetch.key)
