@@ -1,7 +1,7 @@
 """Fail-soft loading of KV-cache pages from a distributed store into an LLM engine's device pools."""
 
 from softload.config import DraftPolicy, Integrity, Layout, LoaderConfig, ReadMode
-from softload.errors import LoaderClosedError, SoftloadError, StoreSetupError
+from softload.errors import LandingMemoryError, LoaderClosedError, SoftloadError, StoreSetupError
 from softload.geometry import DevicePool, DevicePoolGroup
 from softload.loader import PageLoader
 from softload.native_calls import CallSpan
@@ -38,6 +38,7 @@ __all__ = [
     "HitPolicy",
     "Integrity",
     "Landed",
+    "LandingMemoryError",
     "LateFailure",
     "LayerReady",
     "Layout",

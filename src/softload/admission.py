@@ -12,17 +12,22 @@ import structlog
 from softload import events
 from softload.context import Context
 from softload.geometry.group import ResolvedComponent
+from softload.health import Permit
 from softload.outcomes import Lookup, PageStatus
 from softload.planning import Column, ComponentPages, boundaries, cut, unit_parts
 from softload.protocols import Descriptor
 from softload.transfer import HitPolicy, TransferUnit
+from softload.unit_pages import UnitPages, Wanted
 
-__all__ = ["Answers", "ask_descriptors", "look_up"]
+__all__ = ["Answers", "Endpoints", "ask_descriptors", "look_up", "revalidate"]
 
 _log = structlog.get_logger(__name__)
 
 Answers = Mapping[str, Descriptor | PageStatus | None]
 """Per object key: where it is, or why it is not; ``None`` where its bytes are here or on their way already."""
+
+Endpoints = dict[str, PageStatus | Permit]
+"""Per endpoint of one admission: leave to read there, or why not."""
 
 _FIRST_PAGES = 32
 """Pages in the first call of a lookup; each further call doubles it. Looking leases, so it stops at the first miss."""
@@ -76,6 +81,64 @@ async def ask_descriptors(context: Context, columns: Iterable[Column], until: fl
             if answer is PageStatus.NO_MEMORY_REPLICA or (answer is PageStatus.NOT_FOUND and key in context.promised):
                 context.health.negative.add(key, answer)
     return answers
+
+
+def revalidate(
+    context: Context, wants: UnitPages, answers: Answers, endpoints: Endpoints
+) -> dict[str, Descriptor | None]:
+    """Mark what of a unit cannot be read.
+
+    Args:
+        context: the loader's parts.
+        wants: the unit's pages; `recut` draws the conclusion.
+        answers: per object key.
+        endpoints: what was decided about endpoints so far in this admission; added to.
+
+    Returns:
+        where the others are, as far as that is known.
+    """
+    descriptors: dict[str, Descriptor | None] = {}
+    for column in wants.all_columns():
+        for page, key in enumerate(column.keys):
+            found = _revalidated(context, wants, Wanted(column, page), answers[key], endpoints)
+            if isinstance(found, PageStatus):
+                wants.mark_bad(column, page, found)
+            else:
+                descriptors[key] = found
+    return descriptors
+
+
+def _revalidated(
+    context: Context, wants: UnitPages, wanted: Wanted, answer: Descriptor | PageStatus | None, endpoints: Endpoints
+) -> Descriptor | PageStatus | None:
+    key, spec = wanted.key, wanted.column.spec
+    if isinstance(answer, PageStatus):
+        return answer
+    if answer is None:
+        fetch = context.reader.find(key)
+        if fetch is None and spec.size != spec.target_size:
+            return PageStatus.SHED  # it has gone since, and how large it is nobody has said
+        size = fetch.size if fetch is not None else spec.size
+        answer = fetch.descriptor if fetch is not None else None
+    else:
+        size = answer.size
+        if answer.endpoint not in endpoints:
+            endpoints[answer.endpoint] = _ask_endpoint(context, answer.endpoint)
+        refused = endpoints[answer.endpoint]
+        if isinstance(refused, PageStatus):
+            context.health.negative.add(key, refused)
+            return refused
+    if size not in (spec.size, spec.target_size):
+        return PageStatus.WRONG_SIZE
+    if wants.draft_rides and size < spec.size:
+        wants.mark_without_draft(wanted.column, wanted.page)
+    return answer
+
+
+def _ask_endpoint(context: Context, endpoint: str) -> PageStatus | Permit:
+    if context.landing.refuses(endpoint):
+        return PageStatus.SHED
+    return context.health.endpoint(endpoint).allows() or PageStatus.SUPPRESSED
 
 
 async def _existing(

@@ -44,11 +44,16 @@ class DraftPolicy(StrEnum):
 
 
 class ReadMode(StrEnum):
-    """How objects of `Layout.PAGE` are read."""
+    """How objects are read."""
 
     AUTO = "auto"
+    """The loader chooses. In this release it always chooses WHOLE."""
+
     WHOLE = "whole"
+    """Each in one read: the fastest way to all of it. Leases by itself."""
+
     RANGES = "ranges"
+    """Layer by layer under a session, where layer 0 is wanted long before the rest. `Layout.PAGE` only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +70,7 @@ class LoaderConfig:
         read_mode: see `ReadMode`; only `Layout.PAGE` has ranges.
         draft_policy: see `DraftPolicy`.
         truncate_pages: the most pages that `DraftPolicy.TRUNCATE` gives up.
+        open_deadline: a store that is not open, with the landing memory registered, by then is given up.
         deadline: default for units that name none.
         lookup_deadline: a lookup that is not answered by then is a miss.
         save_deadline: a save that is not done by then is given up.
@@ -94,6 +100,7 @@ class LoaderConfig:
     read_mode: ReadMode = ReadMode.AUTO
     draft_policy: DraftPolicy = DraftPolicy.DROP
     truncate_pages: int = 8
+    open_deadline: float = 60.0
     deadline: float = 5.0
     lookup_deadline: float = 1.0
     save_deadline: float = 30.0
@@ -123,7 +130,7 @@ class LoaderConfig:
             except ValueError:
                 known = ", ".join(kind)
                 raise ValueError(f"{name}: expected one of {known}, got {value!r}") from None
-        for name in ("deadline", "lookup_deadline", "save_deadline", "hold_limit", "prefetch_ttl"):
+        for name in ("open_deadline", "deadline", "lookup_deadline", "save_deadline", "hold_limit", "prefetch_ttl"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name}: expected 0 or more seconds, got {value}")

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import anyio
 
 from softload.config import LoaderConfig
+from softload.connection import Connection
 from softload.errors import LoaderClosedError
 from softload.geometry.group import DevicePoolGroup
 from softload.health import Health
@@ -60,6 +61,7 @@ class Context:
     pools: DevicePoolGroup
     keys: KeySpace
     calls: StoreCalls
+    connection: Connection
     landing: LandingMemory
     reader: Reader
     sessions: SessionTable
@@ -71,7 +73,6 @@ class Context:
     compute: CallGroup
     fences: CallGroup
     writes: CallGroup
-    lifecycle: CallGroup
     spawn: Callable[[Callable[[], Coroutine[Any, Any, None]]], None]
     pacer: Pacer = field(default_factory=Pacer)
     active: set[Any] = field(default_factory=set)
@@ -81,6 +82,13 @@ class Context:
     waits: set[anyio.CancelScope] = field(default_factory=set)
     """Of callers in tasks that are not the loader's own; closing ends them."""
     closing: bool = False
+
+    def groups(self) -> Iterator[CallGroup]:
+        """All threads for blocking calls."""
+        yield from (self.control, self.compute, self.fences, self.writes)
+        yield self.reader.group
+        yield from self.sessions.groups()
+        yield from self.connection.groups()
 
     def check_open(self) -> None:
         """For handles, which may outlive the loader.

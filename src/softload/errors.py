@@ -4,11 +4,15 @@ A failing store is never an exception: it is a `PageStatus` in a report. What is
 (`ValueError` and its kin say what was expected and what came) or the use of something that has ended.
 """
 
-__all__ = ["LoaderClosedError", "SoftloadError", "StoreSetupError"]
+__all__ = ["LandingMemoryError", "LoaderClosedError", "SoftloadError", "StoreSetupError"]
 
 
 class SoftloadError(Exception):
     """Base class of the library's own exceptions."""
+
+
+class LandingMemoryError(SoftloadError):
+    """The machine does not have as much landing memory as the config asks for; the message names the size."""
 
 
 class LoaderClosedError(SoftloadError):
@@ -16,4 +20,4 @@ class LoaderClosedError(SoftloadError):
 
 
 class StoreSetupError(SoftloadError):
-    """A store could not be set up: no library, or no answer from its master. The message says what to do."""
+    """A store could not be set up: no library, no answer from its master, or none in time. The message says why."""

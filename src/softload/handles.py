@@ -10,7 +10,7 @@ import anyio
 import structlog
 
 from softload import events
-from softload.admission import Answers, ask_descriptors
+from softload.admission import Answers, Endpoints, ask_descriptors
 from softload.context import Context
 from softload.fetches import Turn
 from softload.health import Permit
@@ -27,7 +27,10 @@ _log = structlog.get_logger(__name__)
 
 
 class _Handle:
-    """Units under way: started on entering, ended on leaving, whatever happens in between."""
+    """Units under way: started on entering, ended on leaving, whatever happens in between.
+
+    It can be entered once. Before that nothing is under way, and what asks for it raises instead of waiting for ever.
+    """
 
     def __init__(self, context: Context, units: Sequence[TransferUnit], mode: Mode) -> None:
         check_distinct(units)
@@ -35,12 +38,30 @@ class _Handle:
         self._gate = LayerGate(context.pools.num_layers, [unit.request_id for unit in units])
         # A turn per unit: in one load too, the first layers of all units come before the last layers of any.
         self._runs = [UnitRun(context, unit, mode, Turn(), self._gate.passed) for unit in units]
+        self._asking = anyio.CancelScope()
+        self._is_entered = False
+        self._has_ended = False
         self._entered_at = 0.0
         self._admitted_at: float | None = None
 
+    def __repr__(self) -> str:
+        state = "ended" if self._has_ended else "entered" if self._is_entered else "not entered"
+        return f"<{type(self).__name__} of {len(self._runs)} units: {state}>"
+
     async def __aenter__(self) -> Self:
+        """Start.
+
+        Raises:
+            RuntimeError: it was entered before; or the pools' buffers have moved.
+            ValueError: slots that another unit holds. Nothing has been touched then, and it may be entered later.
+            LoaderClosedError: the loader has been closed.
+        """
+        if self._is_entered:
+            raise RuntimeError(f"expected to be entered once, got {self!r}: make another from the loader")
         self._context.check_open()
+        self._context.pools.check_alive()
         reserve_all(self._context, self._runs)
+        self._is_entered = True
         self._entered_at = anyio.current_time()
         self._context.counters.loads += 1
         for run in self._runs:
@@ -52,12 +73,20 @@ class _Handle:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._check_entered()
+        self._has_ended = True
+        self._asking.cancel()
         for run in self._runs:
             run.end()
         await finish(self._runs)
 
     async def admitted(self) -> Admission:
-        """Pages per request that were revalidated and have landing memory, before any slot is written."""
+        """Pages per request that were revalidated and have landing memory, before any slot is written.
+
+        Raises:
+            RuntimeError: the handle was not entered; all methods of a handle do that.
+        """
+        self._check_entered()
         for run in self._runs:
             await run.admitted.wait()
         return Admission(
@@ -71,7 +100,7 @@ class _Handle:
         )
 
     async def _admit(self) -> None:
-        endpoints: dict[str, PageStatus | Permit] = {}
+        endpoints: Endpoints = {}
         try:
             await self._decide(endpoints)
             self._admitted_at = anyio.current_time()
@@ -81,8 +110,22 @@ class _Handle:
                 run.cancel()
         await self._give_back([permit for permit in endpoints.values() if isinstance(permit, Permit)])
 
-    async def _decide(self, endpoints: dict[str, PageStatus | Permit]) -> None:
+    def _check_entered(self) -> None:
+        if not self._is_entered:
+            raise RuntimeError(f"expected a handle inside its `async with`, got {self!r}")
+
+    async def _decide(self, endpoints: Endpoints) -> None:
         """Cut every unit to what it may read, and let it go on. Adds what was decided about endpoints."""
+        with self._asking:  # who left wants no answer: the lane and the permits go to others
+            await self._ask(endpoints)
+        # Also after that, for the other ranks count on this one's answer.
+        if not isinstance(self._context.consensus, SoloConsensus):
+            for run, pages in zip(self._runs, await self._agreed(), strict=True):
+                run.wants.limit(pages, PageStatus.PEER_DECLINED)
+        for run in self._runs:
+            run.go.set()
+
+    async def _ask(self, endpoints: Endpoints) -> None:
         waiting = [run for run in self._runs if not run.decided.is_set() and not run.is_cancelled]
         answers: Answers = {}
         if waiting:
@@ -92,11 +135,6 @@ class _Handle:
         for run in waiting:
             await self._context.pacer.turn()
             run.decide(answers, endpoints)
-        if not isinstance(self._context.consensus, SoloConsensus):
-            for run, pages in zip(self._runs, await self._agreed(), strict=True):
-                run.wants.limit(pages, PageStatus.PEER_DECLINED)
-        for run in self._runs:
-            run.go.set()
 
     async def _agreed(self) -> list[int]:
         """Pages that every rank can restore, by unit; none where the ranks cannot agree."""
@@ -132,7 +170,9 @@ class Load(_Handle):
 
         Raises:
             IndexError: no such layer.
+            RuntimeError: the handle was not entered.
         """
+        self._check_entered()
         await self._gate.wait(layer)
         if self._first_layer_at is None:
             self._first_layer_at = anyio.current_time()
@@ -147,12 +187,14 @@ class Load(_Handle):
 
         Of a unit whose deadline passed meanwhile, slots beyond its draft pages may hold anything.
         """
+        self._check_entered()
         for run in self._runs:
             await run.draft_ready.wait()
         return {run.request_id: run.wants.draft_pages for run in self._runs}
 
     async def report(self) -> LoadReport:
         """Wait for the end: one outcome per request. The same report however often it is asked for."""
+        self._check_entered()
         for run in self._runs:
             await run.finished.wait()
         if self._report is None:
@@ -175,6 +217,7 @@ class Prefetch(_Handle):
 
     async def landed(self) -> Landed:
         """Wait until each unit's pages are here and checked, or cut; they stay until `place` or the end."""
+        self._check_entered()
         for run in self._runs:
             await run.landed.wait()
         return Landed(
@@ -196,13 +239,15 @@ class Prefetch(_Handle):
         Raises:
             ValueError: a request twice, one that was not prefetched or was placed already, other keys, or slots that do
                 not fit. Nothing has been touched then.
+            RuntimeError: the handle was not entered, or has ended, also while this waited for `landed`; or the pools'
+                buffers have moved.
             LoaderClosedError: the loader has been closed, also while this waited for `landed`.
         """
         check_distinct(units)
-        self._context.check_open()
         entered_at = anyio.current_time()
+        self._check_placeable()
         await self.landed()
-        self._context.check_open()
+        self._check_placeable()
         sources = {run.request_id: run for run in self._runs}
         placements = []
         for unit in units:
@@ -241,6 +286,13 @@ class Prefetch(_Handle):
             first_layer_s=now - entered_at,
             load_s=now - entered_at,
         )
+
+    def _check_placeable(self) -> None:
+        self._context.check_open()
+        self._check_entered()
+        if self._has_ended:
+            raise RuntimeError(f"expected `place` inside the handle's `async with`, got {self!r}")
+        self._context.pools.check_alive()
 
 
 def reserve_all(context: Context, runs: Sequence[UnitRun]) -> None:

@@ -15,7 +15,6 @@ Quarantined bytes are replaced by fresh arenas, so that a hung peer does not shr
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,12 +23,10 @@ from enum import StrEnum
 import anyio
 import numpy as np
 import numpy.typing as npt
-import torch
 
-__all__ = ["LandingMemory", "LandingStatistics", "Segment", "SegmentState", "Share"]
+from softload.arena import PAGE, Arena, aligned
 
-ALIGNMENT = 64
-_PAGE = 4096
+__all__ = ["LandingMemory", "LandingStatistics", "Segment", "SegmentState", "Share", "check_capacity"]
 
 
 class SegmentState(StrEnum):
@@ -49,58 +46,6 @@ class Share(StrEnum):
     STREAMING = "streaming"
     PREFETCH = "prefetch"
     SAVE = "save"
-
-
-class Arena:
-    """One registered allocation and the free ranges in it."""
-
-    __slots__ = ("_lengths", "_offsets", "free_bytes", "memory", "nbytes", "pointer")
-
-    def __init__(self, nbytes: int, *, pinned: bool) -> None:
-        block = torch.empty(nbytes + _PAGE, dtype=torch.uint8, pin_memory=pinned)
-        skip = -block.data_ptr() % _PAGE
-        self.memory: npt.NDArray[np.uint8] = block.numpy()[skip : skip + nbytes]
-        self.pointer = block.data_ptr() + skip
-        self.nbytes = nbytes
-        self.free_bytes = nbytes
-        self._offsets = [0]
-        self._lengths = [nbytes]
-
-    @property
-    def is_unused(self) -> bool:
-        return self.free_bytes == self.nbytes
-
-    def take(self, nbytes: int) -> int | None:
-        """The offset of a range of `nbytes`, first fit; ``None`` where no gap is long enough."""
-        for index, length in enumerate(self._lengths):
-            if length >= nbytes:
-                offset = self._offsets[index]
-                if length == nbytes:
-                    del self._offsets[index], self._lengths[index]
-                else:
-                    self._offsets[index] += nbytes
-                    self._lengths[index] -= nbytes
-                self.free_bytes -= nbytes
-                return offset
-        return None
-
-    def give(self, offset: int, nbytes: int) -> None:
-        """Give a range back and join it with its neighbours."""
-        index = bisect_left(self._offsets, offset)
-        self.free_bytes += nbytes
-        joins_next = index < len(self._offsets) and offset + nbytes == self._offsets[index]
-        joins_last = index > 0 and self._offsets[index - 1] + self._lengths[index - 1] == offset
-        if joins_last and joins_next:
-            self._lengths[index - 1] += nbytes + self._lengths[index]
-            del self._offsets[index], self._lengths[index]
-        elif joins_last:
-            self._lengths[index - 1] += nbytes
-        elif joins_next:
-            self._offsets[index] = offset
-            self._lengths[index] += nbytes
-        else:
-            self._offsets.insert(index, offset)
-            self._lengths.insert(index, nbytes)
 
 
 @dataclass(slots=True, eq=False)
@@ -154,6 +99,7 @@ class LandingMemory:
         pinned: page-lock the memory, for copies to an accelerator.
         reclaim: asked to free landed bytes that nobody pins, at least as many as it is told, oldest first.
         retire: told of fresh arenas that are not needed any more, to unregister them.
+        arena: the memory, where it was allocated already: that may take a while and should not hold up an event loop.
     """
 
     def __init__(
@@ -163,19 +109,15 @@ class LandingMemory:
         pinned: bool = False,
         reclaim: Callable[[int], None] = lambda _: None,
         retire: Callable[[Arena], None] = lambda _: None,
+        arena: Arena | None = None,
     ) -> None:
         self.capacity = capacity
-        self._pinned = pinned
         self._reclaim = reclaim
         self._retire = retire
         self._serving = False
-        self._replacement = max(_aligned(capacity // 16), _PAGE)
-        self.arenas = [Arena(_aligned(capacity), pinned=pinned)]
-        self._limits = {
-            Share.STREAMING: capacity - capacity // 8,
-            Share.PREFETCH: capacity - capacity // 8 - capacity // 4,
-            Share.SAVE: capacity // 8,
-        }
+        self._replacement = max(aligned(capacity // 16), PAGE)
+        self.arenas = [arena or Arena(aligned(capacity), pinned=pinned)]
+        self._limits = _limits(capacity)
         self._used = dict.fromkeys(Share, 0)
         self._queues: dict[Share, deque[_Waiter]] = {share: deque() for share in Share}
         self._waiting = 0
@@ -197,7 +139,7 @@ class LandingMemory:
     @staticmethod
     def cost(sizes: Sequence[tuple[int, int]]) -> int:
         """Bytes that a grant of `(object bytes, count)` pairs takes."""
-        return sum(_aligned(size) * count for size, count in sizes)
+        return sum(aligned(size) * count for size, count in sizes)
 
     def try_grant(self, sizes: Sequence[tuple[int, int]], share: Share) -> list[Segment] | None:
         """Grant one segment per object now, or nothing.
@@ -300,12 +242,8 @@ class LandingMemory:
         lacking = min(self._quarantined_bytes, self.capacity // 2) - fresh
         return -(-lacking // self._replacement) * self._replacement if lacking > 0 else 0
 
-    def new_arena(self, nbytes: int) -> Arena:
-        """An arena that is not in use yet; `add_arena` takes it once it is registered."""
-        return Arena(nbytes, pinned=self._pinned)
-
     def add_arena(self, arena: Arena) -> None:
-        """Let grants use a fresh arena."""
+        """Let grants use a fresh arena, which is registered."""
         self.arenas.append(arena)
         self._serve_queues()
 
@@ -353,7 +291,7 @@ class LandingMemory:
         return segments
 
     def _allocate_run(self, size: int, count: int, share: Share, segments: list[Segment]) -> bool:
-        stride = _aligned(size)
+        stride = aligned(size)
         left, run = count, count
         while left:
             run = min(run, left)
@@ -398,5 +336,31 @@ class LandingMemory:
                 self._retire(arena)
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+def check_capacity(capacity: int, object_sizes: Sequence[int]) -> None:
+    """Make sure that each share has room for what it is for: one page to load, one object to save.
+
+    Args:
+        capacity: bytes of landing memory.
+        object_sizes: bytes of the objects of one page of every pool.
+
+    Raises:
+        ValueError: too small; the message says how large it must be.
+    """
+    page = sum(map(aligned, object_sizes))
+    largest = max(map(aligned, object_sizes), default=0)
+    limits = _limits(capacity)
+    if page > limits[Share.PREFETCH] or largest > limits[Share.SAVE]:
+        # Of every eight bytes five are for prefetches and one is for saves.
+        needed = max(-(-page * 8 // 5), largest * 8)
+        raise ValueError(
+            f"landing_bytes: expected at least {needed} for pages of {page} bytes in objects of up to {largest}, "
+            f"got {capacity}"
+        )
+
+
+def _limits(capacity: int) -> dict[Share, int]:
+    return {
+        Share.STREAMING: capacity - capacity // 8,
+        Share.PREFETCH: capacity - capacity // 8 - capacity // 4,
+        Share.SAVE: capacity // 8,
+    }

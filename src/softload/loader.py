@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import asynccontextmanager
+from enum import Enum
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import anyio
@@ -17,22 +17,24 @@ from anyio import AsyncContextManagerMixin
 
 from softload import events
 from softload.admission import look_up
+from softload.arena import Arena, aligned
 from softload.config import LoaderConfig
+from softload.connection import Connection
 from softload.context import Context
 from softload.errors import LoaderClosedError, StoreSetupError
 from softload.geometry.group import DevicePoolGroup
 from softload.handles import Load, Prefetch
 from softload.health import Health
 from softload.keys import KeySpace
-from softload.landing import Arena, LandingMemory
+from softload.landing import LandingMemory, check_capacity
 from softload.native_calls import CallGroup, CallSpan, RefusedError
 from softload.outcomes import Lookup, SaveReport
 from softload.protocols import PageStore, RankConsensus, SoloConsensus
 from softload.reading import Reader
 from softload.saving import Saver
 from softload.sessions import SessionTable
-from softload.slots import SlotState, SlotTable
-from softload.store_calls import StoreCalls
+from softload.slots import SlotTable
+from softload.snapshots import snapshot
 from softload.telemetry import Counters, Statistics
 from softload.transfer import TransferUnit
 
@@ -46,14 +48,26 @@ _CLOSE_SECONDS = 2.0
 _HOUSEKEEPING_SECONDS = 0.5
 
 
+class _Phase(Enum):
+    NEW = "new"
+    OPENING = "being opened"
+    OPEN = "open"
+    CLOSED = "closed"
+
+
 class PageLoader(AsyncContextManagerMixin):
     """Brings pages from a store into an engine's device pools, fail-soft.
 
     Use it as an async context manager: entering opens the store and starts the loader, leaving answers every waiter and
     closes both. Whatever the store does, its methods answer; only misuse raises.
 
+    It can be entered once; where opening failed, again. Entering raises `StoreSetupError` for a store that cannot be
+    set up, or not within `LoaderConfig.open_deadline`, `LandingMemoryError` where the machine lacks the landing
+    memory, `ValueError` where that is too small for one page, and `RuntimeError` for a store that another loader has
+    open. Nothing stays open, allocated or running then but a call that hangs, which tidies up when it returns.
+
     Args:
-        store: where pages come from; opened on entering.
+        store: where pages come from: the loader's own, opened on entering and closed on leaving.
         pools: the engine's pools.
         config: settings; the defaults suit a local store.
         consensus: how the ranks of one engine agree; alone by default.
@@ -76,10 +90,12 @@ class PageLoader(AsyncContextManagerMixin):
         self._on_call = on_call
         self._context: Context | None = None
         self._saver: Saver | None = None
+        self._phase = _Phase.NEW
+        self._replacing: anyio.CancelScope | None = None
 
     def __repr__(self) -> str:
         if self._context is None:
-            return f"<PageLoader of {self.pools!r}: closed>"
+            return f"<PageLoader of {self.pools!r}: {self._phase.value}>"
         return f"<PageLoader of {self.pools!r}: {len(self._context.active)} units, {self._context.landing!r}>"
 
     async def lookup(self, unit: TransferUnit) -> Lookup:
@@ -147,6 +163,8 @@ class PageLoader(AsyncContextManagerMixin):
     def computed(self, unit: TransferUnit, pages: int | Iterable[int] | None = None) -> None:
         """The engine has computed missed pages of a unit: they may be saved, and its request may look up again.
 
+        Slots that another page has failed to load into since stay refused: this says nothing about them.
+
         Args:
             unit: with slots.
             pages: how many pages from the start are computed now, or which; all by default. Pages past a component's
@@ -169,7 +187,8 @@ class PageLoader(AsyncContextManagerMixin):
                 continue
             count = len(component.keys)
             chosen = range(count) if which is None else [page for page in which if page < count]
-            context.slots.computed(component.pool, component.rows[np.asarray(chosen, np.int64)])
+            rows = component.rows[np.asarray(chosen, np.int64)]
+            context.slots.computed(component.pool, rows, [component.keys[page] for page in chosen])
 
     def forget(self, request_id: str) -> None:
         """A request has ended: what failed for it does not count against a later one of the same name.
@@ -194,103 +213,79 @@ class PageLoader(AsyncContextManagerMixin):
 
     def statistics(self) -> Statistics:
         """The loader's state and totals."""
-        context = self._opened()
-        landing = context.landing.statistics()
-        sessions = context.sessions.statistics()
-        health = context.health.statistics()
-        groups = [group.statistics() for group in self._groups(context)]
-        counters = context.counters
-        return Statistics(
-            loads=counters.loads,
-            lookups=counters.lookups,
-            lookups_unanswered=counters.lookups_unanswered,
-            active_units=len(context.active),
-            requested_pages=counters.requested_pages,
-            restored_pages=counters.restored_pages,
-            late_failures=counters.late_failures,
-            draft_dropped=counters.draft_dropped,
-            missed_pages=MappingProxyType(dict(counters.missed)),
-            saved_pages=MappingProxyType(dict(counters.saves)),
-            bytes_loaded=counters.bytes_loaded,
-            bytes_saved=counters.bytes_saved,
-            retries=counters.retries,
-            second_reads=counters.second_reads,
-            removed_corrupt=counters.removed_corrupt,
-            timed_out_calls=counters.timed_out_calls,
-            shared_objects=counters.shared_objects,
-            landing_bytes=landing.capacity,
-            landing_bytes_in_use=landing.in_use,
-            kept_bytes=context.reader.kept_bytes,
-            quarantined_bytes=landing.quarantined,
-            quarantined_bytes_peak=landing.quarantined_peak,
-            replaced_bytes=landing.replaced,
-            waiting_grants=landing.waiting,
-            held_slots=context.slots.count(SlotState.RESERVED, SlotState.FILLING, SlotState.ZEROING),
-            open_sessions=sessions.open,
-            sessions_opened=sessions.opened,
-            sessions_restarted=sessions.restarted,
-            sessions_ended=sessions.ended,
-            threads=sum(group.threads for group in groups),
-            stuck_threads=sum(group.stuck for group in groups),
-            queued_calls=sum(group.queued for group in groups),
-            refused_calls=sum(group.refused for group in groups),
-            open_breakers=health.open_breakers,
-            negative_keys=health.negative_keys,
-            suppressed_requests=health.suppressed_requests,
-        )
+        return snapshot(self._opened())
 
     @asynccontextmanager
     async def __asynccontextmanager__(self):  # type: ignore[no-untyped-def]  # noqa: ANN204
-        if self._context is not None:
-            raise RuntimeError("this PageLoader is open already")
+        if self._phase is _Phase.CLOSED:
+            raise LoaderClosedError("this PageLoader was closed, and its store with it: make another of both")
+        if self._phase is not _Phase.NEW:
+            raise RuntimeError(
+                f"expected a PageLoader that was not entered, got one that is {self._phase.value} already"
+            )
+        self._phase = _Phase.OPENING
         failure: Exception | None = None
         async with anyio.create_task_group() as tasks:
             try:
                 context = await self._open(tasks)
+                self._phase = _Phase.OPEN
                 self._context = context
                 self._saver = Saver(context)
                 try:
                     yield self
                 finally:
+                    self._phase = _Phase.CLOSED
                     with anyio.CancelScope(shield=True):
                         await self._close(context)
             except Exception as error:  # raised below as it came: the task group would wrap it
                 failure = error
+            finally:
+                if self._phase is _Phase.OPENING:  # nothing is left of it
+                    self._phase = _Phase.NEW
             tasks.cancel_scope.cancel()
         if failure is not None:
             raise failure
 
     async def _open(self, tasks: anyio.abc.TaskGroup) -> Context:
-        lifecycle = CallGroup("lifecycle", width=1, max_stuck=2)
-        calls = StoreCalls(self.store)
-        ends: list[str] = []
-
-        def open_store() -> None:
-            self.store.open()
-            ends.append("opened")
-            if ends[0] != "opened":  # nobody waits any more
-                calls.close()
-
+        """What is wrong with the settings shows before the store is touched."""
+        config = self.config
+        keys = KeySpace.create(
+            config, self.pools.fingerprint(config.layout), rank_replicated=self.pools.rank_replicated
+        )
+        check_capacity(config.landing_bytes, self._object_sizes())
+        connection = Connection(self.store)
         context = None
         try:
-            await lifecycle.run(open_store)
-            context = await self._assemble(tasks, lifecycle, calls)
+            with anyio.move_on_after(config.open_deadline) as scope:
+                arena = await connection.allocate(aligned(config.landing_bytes), pinned=self._is_pinned)
+                await connection.open()
+                if not await connection.register(arena):
+                    raise StoreSetupError(f"the store refused to register {arena.nbytes} bytes of landing memory")
+                context = self._assemble(tasks, connection, keys, arena)
+            if context is None:
+                assert scope.cancelled_caught
+                raise StoreSetupError(
+                    f"expected {self.store!r} to be open, with {config.landing_bytes} bytes registered, within "
+                    f"{config.open_deadline} s (`open_deadline`), got no answer"
+                )
         finally:
             if context is None:
-                ends.append("given up")
-                # Whoever of the thread and the loop is second sees the other's mark, and closes.
-                if ends[0] == "opened":
-                    with anyio.move_on_after(_CLOSE_SECONDS, shield=True), suppress(RefusedError):
-                        await lifecycle.run(calls.close)
-                lifecycle.close()
+                await connection.close(_CLOSE_SECONDS)
         tasks.start_soon(self._keep_house, context)
         return context
 
-    async def _assemble(self, tasks: anyio.abc.TaskGroup, lifecycle: CallGroup, calls: StoreCalls) -> Context:
-        config = self.config
+    @property
+    def _is_pinned(self) -> bool:
+        return self.pools.device.type != "cpu"
+
+    def _object_sizes(self) -> list[int]:
+        return [spec.size for specs in self.pools.specs(self.config.layout).values() for spec in specs]
+
+    def _assemble(self, tasks: anyio.abc.TaskGroup, connection: Connection, keys: KeySpace, arena: Arena) -> Context:
+        config, calls = self.config, connection.calls
         health = Health(negative_entries=config.negative_entries, seed=config.seed)
         counters = Counters()
-        sessions = SessionTable(calls, health, ttl=self.store.lease_ttl, max_stuck=config.stuck_threads)
+        sessions = SessionTable(calls, health, ttl=connection.lease_ttl, max_stuck=config.stuck_threads)
         health.on_master_back = sessions.void
 
         def spawn(function: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -298,26 +293,22 @@ class PageLoader(AsyncContextManagerMixin):
 
         def retire(arena: Arena) -> None:
             if not tasks.cancel_scope.cancel_called:  # a call that returns after closing: the store is gone too
-                spawn(partial(self._unregister, context, arena))
+                spawn(partial(connection.unregister, arena))
 
         landing = LandingMemory(
             config.landing_bytes,
-            pinned=self.pools.device.type != "cpu",
+            pinned=self._is_pinned,
             reclaim=lambda nbytes: reader.reclaim(nbytes),
             retire=retire,
+            arena=arena,
         )
         reader = Reader(calls, landing, sessions, health, counters, config, spawn)
-        arena = landing.arenas[0]
-        # The call holds the arena, not its address: a wait that is cancelled must not free what it works on.
-        if not await lifecycle.run(lambda: calls.register(arena.pointer, arena.nbytes)):
-            raise StoreSetupError(f"the store refused to register {arena.nbytes} bytes of landing memory")
-        context = Context(
+        return Context(
             config=config,
             pools=self.pools,
-            keys=KeySpace.create(
-                config, self.pools.fingerprint(config.layout), rank_replicated=self.pools.rank_replicated
-            ),
+            keys=keys,
             calls=calls,
+            connection=connection,
             landing=landing,
             reader=reader,
             sessions=sessions,
@@ -329,10 +320,9 @@ class PageLoader(AsyncContextManagerMixin):
             compute=CallGroup("compute", width=2, max_stuck=0),
             fences=CallGroup("fence", width=config.stuck_threads + 1, max_stuck=config.stuck_threads),
             writes=CallGroup("write", width=config.write_lanes, max_stuck=config.stuck_threads),
-            lifecycle=lifecycle,
             spawn=spawn,
         )
-        for group in self._groups(context):
+        for group in context.groups():
             group.on_span = self._on_call
         return context
 
@@ -352,17 +342,17 @@ class PageLoader(AsyncContextManagerMixin):
             await context.sessions.wait_none_open()
         context.reader.close()
         context.sessions.close()
-        for group in self._groups(context):
-            if group is not context.lifecycle:
+        for group in context.groups():
+            if group not in context.connection.groups():
                 group.close()
+        if self._replacing is not None:
+            self._replacing.cancel()
         with anyio.move_on_after(_CLOSE_SECONDS):
             for arena in context.landing.arenas:
                 # Memory that a call may still write stays registered and allocated: the call holds it.
                 if arena.is_unused:
-                    await self._unregister(context, arena)
-        with anyio.move_on_after(_CLOSE_SECONDS), suppress(RefusedError):
-            await context.lifecycle.run(context.calls.close)
-        context.lifecycle.close()
+                    await context.connection.unregister(arena)
+        await context.connection.close(_CLOSE_SECONDS)
 
     async def _keep_house(self, context: Context) -> None:
         """Now and then: free what prefetches left behind, replace quarantined memory."""
@@ -370,38 +360,27 @@ class PageLoader(AsyncContextManagerMixin):
             await anyio.sleep(_HOUSEKEEPING_SECONDS)
             try:
                 context.reader.expire()
-                await self._replace_quarantined(context)
+                if self._replacing is None and context.landing.missing_replacement():
+                    # A task of its own: registering may hang, and housekeeping goes on.
+                    self._replacing = anyio.CancelScope()
+                    context.spawn(partial(self._replace_quarantined, context, self._replacing))
             except Exception:  # a bug: it costs this round, not the loader
                 _log.exception(events.TASK_RAISED, task="housekeeping")
 
-    async def _replace_quarantined(self, context: Context) -> None:
-        landing = context.landing
+    async def _replace_quarantined(self, context: Context, scope: anyio.CancelScope) -> None:
+        landing, connection = context.landing, context.connection
         lacking = landing.missing_replacement()
-        if not lacking:
-            return
-
-        def new_arena() -> Arena | None:  # off the loop, since allocating may page-lock the memory
-            arena = landing.new_arena(lacking)
-            return arena if context.calls.register(arena.pointer, arena.nbytes) else None
-
         try:
-            arena = await context.lifecycle.run(new_arena)
+            with scope:
+                arena = await connection.allocate(lacking, pinned=self._is_pinned)
+                if await connection.register(arena):
+                    landing.add_arena(arena)
         except RefusedError:
-            return
+            pass
         except Exception as error:
             _log.warning(events.MEMORY_FAILED, nbytes=lacking, error=repr(error))
-            return
-        if arena is not None:
-            landing.add_arena(arena)
-
-    async def _unregister(self, context: Context, arena: Arena) -> None:
-        with suppress(RefusedError):
-            await context.lifecycle.run(lambda: context.calls.unregister(arena.pointer))
-
-    def _groups(self, context: Context) -> Iterator[CallGroup]:
-        yield from (context.control, context.compute, context.fences, context.writes, context.lifecycle)
-        yield context.reader.group
-        yield from context.sessions.groups()
+        finally:
+            self._replacing = None
 
     def _opened(self) -> Context:
         if self._context is None:

@@ -6,7 +6,7 @@ Every unit runs as a task of its own under its own deadline, so that what hangs 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from enum import Enum
 from itertools import islice
 
@@ -15,29 +15,22 @@ import anyio.lowlevel
 import structlog
 
 from softload import events
-from softload.admission import Answers
+from softload.accounting import count_misses, count_unit
+from softload.admission import Answers, Endpoints, revalidate
 from softload.context import Context
-from softload.copies import Copy, chunks, copies_in, execute, wait_for, zeros
 from softload.fetches import Fetch, Turn
-from softload.geometry.group import ResolvedComponent
-from softload.geometry.layout import Fragment, layer_groups
-from softload.health import Permit
+from softload.geometry.layout import layer_groups
 from softload.landing import Share
-from softload.native_calls import RefusedError
-from softload.outcomes import LateFailure, PageOutcome, PageStatus, UnitOutcome
-from softload.planning import Column, needed_pages
-from softload.protocols import Descriptor
-from softload.slots import SlotClaim, SlotState
+from softload.outcomes import LateFailure, PageStatus, UnitOutcome
+from softload.slots import SlotClaim
 from softload.transfer import TransferUnit
+from softload.unit_copies import UnitCopies
 from softload.unit_fetches import UnitFetches
 from softload.unit_pages import UnitPages
 
 __all__ = ["Mode", "UnitRun"]
 
 _log = structlog.get_logger(__name__)
-
-_NOT_A_FAILURE = (PageStatus.CANCELLED, PageStatus.PEER_DECLINED, PageStatus.SHED)
-"""Misses that say nothing about what the next lookup of the same request would find."""
 
 
 class Mode(Enum):
@@ -84,6 +77,7 @@ class UnitRun:
         self.wants = UnitPages(context, unit)
         share = Share.PREFETCH if mode is Mode.PREFETCH else Share.STREAMING
         self._fetches = UnitFetches(context, self.wants, self, share)
+        self._copies = UnitCopies(context, self.wants, self._fetches, unit.ready)
         self.admitted_pages = 0
         self.landed_pages = 0
         """PREFETCH and PLACE: pages that had landed in time; the others are counted as misses already."""
@@ -93,7 +87,6 @@ class UnitRun:
         self._reason = PageStatus.TIMED_OUT
         self.is_cancelled = False
         self._reserved = False
-        self._fenced = False
         self._copied = 0
         self._draft_copied = 0
         self._zeroed = False
@@ -177,7 +170,7 @@ class UnitRun:
 
     # -- admission
 
-    def decide(self, answers: Answers, endpoints: dict[str, PageStatus | Permit]) -> None:
+    def decide(self, answers: Answers, endpoints: Endpoints) -> None:
         """Cut the unit to what was revalidated: its own first bad page, boundaries, draft policy.
 
         Args:
@@ -186,11 +179,7 @@ class UnitRun:
         """
         if self.decided.is_set():
             return
-        for column in self.wants.all_columns():
-            for page, key in enumerate(column.keys):
-                status = self._admit(column, page, answers[key], endpoints)
-                if status is not None:
-                    self.wants.mark_bad(column, page, status)
+        self._fetches.descriptors.update(revalidate(self._context, self.wants, answers, endpoints))
         self.wants.recut()
         config = self._context.config
         self.wants.apply_draft_policy(config.draft_policy, config.truncate_pages)
@@ -252,7 +241,8 @@ class UnitRun:
             self._give_up_unlanded()
         self.landed_pages = self.pages
         # What has not landed is never placed, so it is counted here; placing counts what it restores, and loses.
-        self._count_misses(tuple(self.wants.outcomes(self.pages, self._reason))[self.pages :], self.pages)
+        missed = tuple(self.wants.outcomes(self.pages, self._reason))[self.pages :]
+        count_misses(self._context, self.request_id, missed, kept=self.pages, requested=self.wants.requested)
         self.landed.set()
         with anyio.move_on_after(self._context.config.hold_limit):
             await self._placed.wait()
@@ -278,11 +268,14 @@ class UnitRun:
             step = [column for column in self.wants.columns if any(layer in layers for layer in column.spec.layers)]
             await self._until(lambda step=step, layers=layers: self._fetches.landed(step, layers))  # type: ignore[misc]
             if self.pages:
-                await self._wait_for_engine()
+                refused = await self._copies.wait_for_engine()
+                if refused is not None:
+                    self._give_up(refused)
                 await self._context.pacer.turn()
-            if not await self._copy(self._step_copies(step, layers)):
+            if not await self._copies.copy(self._copies.of_layers(step, layers)):
                 self._give_up(PageStatus.CANCELLED)
-            self._pass(layers.stop)
+            self._layers_passed = layers.stop
+            self._on_layers(self.request_id, layers.stop)
             if self.pages and not self.wants.draft_rides:
                 await self._context.pacer.turn()
                 done = (column for column in step if column.spec.layers[-1] < layers.stop)
@@ -293,13 +286,13 @@ class UnitRun:
         """The draft after the target: it has a gate of its own."""
         if self.wants.draft:
             await self._until(lambda: self._fetches.landed(self.wants.draft_columns))
-            if not await self._copy(self._draft_copies()):
+            if not await self._copies.copy(self._copies.of_draft()):
                 self.wants.draft_pages = 0
             self._draft_copied = self.wants.draft_pages
-            for chunk in self._zeros():
+            for chunk in self._copies.zeros(self._copied, self._draft_copied):
                 await anyio.lowlevel.checkpoint_if_cancelled()
                 self._zeroed = True
-                if not await self._run_chunk(chunk):
+                if not await self._copies.run_chunk(chunk):
                     break
         self.draft_ready.set()
 
@@ -320,18 +313,18 @@ class UnitRun:
         self._on_layers(self.request_id, self._context.pools.num_layers)
         self.wants.draft_pages = self._draft_copied
         if self._copied and self.wants.draft and not self.draft_ready.is_set() and not self._zeroed:
-            for chunk in islice(self._zeros(), 1):
-                await self._run_chunk(chunk)
+            for chunk in islice(self._copies.zeros(self._copied, self._draft_copied), 1):
+                await self._copies.run_chunk(chunk)
 
     async def _salvage(self) -> None:
         """Copy what landed in time, if it is no more than one chunk."""
-        if self._mode is Mode.PREFETCH or (self.unit.ready is not None and not self._fenced):
+        if self._mode is Mode.PREFETCH or not self._copies.may_write:
             return
         layers = range(self._layers_passed, self._context.pools.num_layers)
         left = [column for column in self.wants.columns if column.spec.layers[-1] >= layers.start]
-        copies = self._step_copies(left, layers)
+        copies = self._copies.of_layers(left, layers)
         if self.pages and sum(copy.nbytes for copy in copies) <= self._context.config.copy_chunk_bytes:
-            if not await self._copy(copies):
+            if not await self._copies.copy(copies):
                 self._give_up(PageStatus.CANCELLED)
             self._copied = self.pages
 
@@ -340,7 +333,9 @@ class UnitRun:
         restored = self._copied
         self._on_layers(self.request_id, self._context.pools.num_layers)
         self._fetches.let_go_all(keep=self._mode is not Mode.STREAM)
-        self._release_slots(restored)
+        if self._reserved:
+            self._reserved = False
+            self._copies.release_slots(restored, self._draft_copied)
         self.outcome = UnitOutcome(
             request_id=self.request_id,
             requested_pages=self.wants.requested,
@@ -351,7 +346,8 @@ class UnitRun:
             late_failure=self.late,
         )
         if self._mode is not Mode.PREFETCH:
-            self._count(self.outcome)
+            landed = self.landed_pages if self._mode is Mode.PLACE else self.outcome.requested_pages
+            count_unit(self._context, self.outcome, landed=landed, has_draft=bool(self.wants.draft))
         self._context.active.discard(self)
         for event in (self.decided, self.go, self.admitted, self.landed, self.draft_ready, self.finished):
             event.set()
@@ -362,96 +358,6 @@ class UnitRun:
         while not ready():
             self._changed = anyio.Event()
             await self._changed.wait()
-
-    async def _wait_for_engine(self) -> None:
-        """The engine's fence: its slots are free to be written once it returned."""
-        fence = self.unit.ready
-        if fence is None or self._fenced:
-            return
-        try:
-            await self._context.fences.run(lambda: wait_for(fence))
-            self._fenced = True
-        except RefusedError:
-            self._give_up(PageStatus.SHED)
-        except Exception as error:  # the engine's own fault: it costs this unit, not the loader
-            _log.error(events.FENCE_RAISED, request_id=self.request_id, error=repr(error))
-            self._give_up(PageStatus.CANCELLED)
-
-    async def _copy(self, copies: Sequence[Copy]) -> bool:
-        """Copy in chunks; the deadline may pass between two, never within one. False once one has failed."""
-        if copies:
-            self._move_slots(SlotState.FILLING)
-        for chunk in chunks(copies, self._context.config.copy_chunk_bytes):
-            await anyio.lowlevel.checkpoint_if_cancelled()
-            if not await self._run_chunk(chunk):
-                return False
-        return True
-
-    async def _run_chunk(self, chunk: Sequence[Copy]) -> bool:
-        """Copy one chunk to its end. False where the device could not: that costs this unit, not the loader."""
-        try:
-            with anyio.CancelScope(shield=True):
-                await self._context.compute.run(lambda: execute(chunk))
-        except Exception as error:  # out of memory, an accelerator's fault, no threads for it any more
-            _log.error(events.COPY_FAILED, request_id=self.request_id, error=repr(error))
-            return False
-        return True
-
-    def _step_copies(self, step: Iterable[Column], layers: range) -> list[Copy]:
-        return [
-            copy
-            for column in step
-            for copy in self._column_copies(
-                column,
-                [fragment for fragment in column.spec.fragments if fragment.layer in layers and not fragment.draft],
-                self.wants.pages_of(column),
-            )
-        ]
-
-    def _draft_copies(self) -> list[Copy]:
-        return [
-            copy
-            for column in self._draft_holders()
-            for copy in self._column_copies(column, _draft_fragments(column), self._draft_pages_of(column))
-        ]
-
-    def _draft_holders(self) -> Sequence[Column]:
-        """The columns whose objects hold the draft's bytes."""
-        if not self.wants.draft_rides:
-            return self.wants.draft_columns
-        return [column for column in self.wants.columns if _draft_fragments(column)]
-
-    def _draft_pages_of(self, column: Column) -> range:
-        component = self._draft_component(column)
-        return needed_pages(self.wants.draft_pages, component.hit_policy, component.window)
-
-    def _draft_component(self, column: Column) -> ResolvedComponent:
-        """The component of a column whose objects hold the draft's bytes."""
-        return (self.wants.target if self.wants.draft_rides else self.wants.draft)[column.component]
-
-    def _draftless_pages_of(self, component: ResolvedComponent) -> range:
-        """The restored pages whose draft slots are to hold zeros; all others are computed by the engine, draft and all.
-
-        Restored pages were copied, after the engine's fence: their slots are ours to write.
-        """
-        restored = needed_pages(self._copied, component.hit_policy, component.window)
-        return range(max(self._draft_copied, restored.start), restored.stop)
-
-    def _column_copies(self, column: Column, fragments: Sequence[Fragment], pages: range) -> list[Copy]:
-        return copies_in(column, fragments, [self._fetches.segment(column, page) for page in pages], pages)
-
-    def _zeros(self) -> Iterator[list[Copy]]:
-        """Chunks of zeros for draft slots without their bytes, so that they do not hold what was there before."""
-        for component in self.wants.draft if not self.wants.draft_is_packed else ():
-            assert component.rows is not None
-            pages = self._draftless_pages_of(component)
-            self._context.slots.move(component.pool, component.rows[pages.start : pages.stop], SlotState.ZEROING)
-        copies = (
-            copy
-            for column in self._draft_holders()
-            for copy in zeros(column, self._draftless_pages_of(self._draft_component(column)), _draft_fragments(column))
-        )
-        yield from chunks(copies, self._context.config.copy_chunk_bytes)
 
     # -- cutting
 
@@ -493,99 +399,3 @@ class UnitRun:
     def _be_admitted(self) -> None:
         self.admitted_pages = self.pages
         self.admitted.set()
-
-    def _admit(
-        self,
-        column: Column,
-        page: int,
-        answer: Descriptor | PageStatus | None,
-        endpoints: dict[str, PageStatus | Permit],
-    ) -> PageStatus | None:
-        """``None`` where the object may be read, else why not."""
-        key, spec = column.keys[page], column.spec
-        if isinstance(answer, PageStatus):
-            return answer
-        if answer is None:
-            fetch = self._context.reader.find(key)
-            if fetch is None and spec.size != spec.target_size:
-                return PageStatus.SHED  # it has gone since, and how large it is nobody has said
-            size = fetch.size if fetch is not None else spec.size
-            answer = fetch.descriptor if fetch is not None else None
-        else:
-            size = answer.size
-            if answer.endpoint not in endpoints:
-                endpoints[answer.endpoint] = self._ask_endpoint(answer.endpoint)
-            refused = endpoints[answer.endpoint]
-            if isinstance(refused, PageStatus):
-                self._context.health.negative.add(key, refused)
-                return refused
-        if size not in (spec.size, spec.target_size):
-            return PageStatus.WRONG_SIZE
-        if self.wants.draft_rides and size < spec.size:
-            self.wants.mark_without_draft(column, page)
-        self._fetches.descriptors[key] = answer
-        return None
-
-    def _ask_endpoint(self, endpoint: str) -> PageStatus | Permit:
-        if self._context.landing.refuses(endpoint):
-            return PageStatus.SHED
-        return self._context.health.endpoint(endpoint).allows() or PageStatus.SUPPRESSED
-
-    def _pass(self, layers: int) -> None:
-        self._layers_passed = layers
-        self._on_layers(self.request_id, layers)
-
-    def _move_slots(self, state: SlotState) -> None:
-        for component in self.wants.own_components():
-            assert component.rows is not None
-            self._context.slots.move(component.pool, component.rows[: self.pages], state)
-
-    def _release_slots(self, restored: int) -> None:
-        if not self._reserved:
-            return
-        self._reserved = False
-        for component in self.wants.own_components():
-            assert component.rows is not None
-            good = min(self._draft_copied, restored) if component.pool.name.is_draft else restored
-            written = needed_pages(good, component.hit_policy, component.window)
-            self._context.slots.move(component.pool, component.rows, SlotState.RELEASED)
-            self._context.slots.move(component.pool, component.rows[written.start : written.stop], SlotState.COMMITTED)
-        for component in self.wants.draft if self.wants.draft_is_packed else ():
-            assert component.rows is not None
-            self._context.slots.lack_draft(component.pool, component.rows[self._draft_copied : restored])
-
-    def _count(self, outcome: UnitOutcome) -> None:
-        counters = self._context.counters
-        counters.restored_pages += outcome.restored_pages
-        counters.requested_pages += outcome.restored_pages
-        end = min(self.landed_pages, outcome.requested_pages) if self._mode is Mode.PLACE else outcome.requested_pages
-        missed = outcome.pages[outcome.restored_pages : end]
-        self._count_misses(missed, outcome.restored_pages)
-        if self.wants.draft and outcome.draft_pages < outcome.restored_pages:
-            counters.draft_dropped += 1
-            _log.info(
-                events.DRAFT_DROPPED,
-                request_id=self.request_id,
-                draft_pages=outcome.draft_pages,
-                restored=outcome.restored_pages,
-            )
-
-    def _count_misses(self, missed: Sequence[PageOutcome], kept: int) -> None:
-        self._context.counters.requested_pages += len(missed)
-        self._context.counters.missed.update(page.status for page in missed)
-        if not missed or missed[0].status in _NOT_A_FAILURE:
-            return
-        self._context.health.suppress(self.request_id)
-        _log.info(
-            events.PAGE_MISSED,
-            request_id=self.request_id,
-            page=missed[0].page,
-            status=missed[0].status,
-            component=missed[0].component,
-            restored=kept,
-            requested=self.wants.requested,
-        )
-
-
-def _draft_fragments(column: Column) -> Sequence[Fragment]:
-    return [fragment for fragment in column.spec.fragments if fragment.draft or column.spec.draft]

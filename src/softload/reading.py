@@ -234,7 +234,7 @@ class Reader:
             self.fail(live, PageStatus.SHED)
             return False
         sessions = [part.fetch.session for part in live if part.fetch.session is not None]
-        if any(map(self._sessions.wants_renewal, sessions)):  # its lease ran down while the call was queued
+        if self._sessions.put_off(sessions):  # its lease ran down while the call was queued
             self._spawn(lambda: self._renew_and_submit(live, Turn(), force=False))
             return False
         for part in live:

@@ -26,6 +26,9 @@ __all__ = ["Session", "SessionState", "SessionStatistics", "SessionTable"]
 _MAX_STARTS = 2
 _SLOW_START = 0.1
 
+_MAX_IN_VAIN = 2
+"""Renewals without a read between them: where reads queue for longer than a lease lasts, no renewal helps."""
+
 
 class SessionState(StrEnum):
     """Where a session is in its life."""
@@ -45,6 +48,8 @@ class Session:
     epoch: int
     state: SessionState = SessionState.STARTING
     started_at: float = 0.0
+    in_vain: int = 0
+    """Reads that were put off for a renewal since the last one that went out."""
     changed: anyio.Event = field(default_factory=anyio.Event)
 
     def become(self, state: SessionState) -> None:
@@ -143,14 +148,19 @@ class SessionTable:
                     asyncio.get_running_loop().call_soon(self._end_unheld, context=callback_context())
                 self._unheld.append(session)
 
-    def wants_renewal(self, session: Session) -> bool:
-        """Whether a session should be started again before its next read, and can be."""
-        return (
-            session.state is SessionState.OPEN
-            and session.epoch == self._epoch
-            and self._runs_out(session)
-            and not self.master_suspect
+    def put_off(self, sessions: Sequence[Session]) -> bool:
+        """Whether a read that is about to go out should wait until its sessions were started again, and they can be.
+
+        A read is put off a few times at most, then it goes out: the store says if the lease still holds.
+        """
+        stale = any(
+            session.state is SessionState.OPEN and session.epoch == self._epoch and self._runs_out(session)
+            for session in sessions
         )
+        wait = stale and not self.master_suspect and all(session.in_vain < _MAX_IN_VAIN for session in sessions)
+        for session in sessions:
+            session.in_vain = session.in_vain + 1 if wait else 0
+        return wait
 
     async def renew(self, sessions: Sequence[Session], *, force: bool = False) -> list[PageStatus]:
         """Make held sessions fit for a read: start again those whose lease runs out soon, or all of them with `force`.

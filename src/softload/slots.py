@@ -82,7 +82,7 @@ class SlotTable:
                 states[rows] = before
             raise
         for claim in wanted:
-            self._of(claim.pool)[1][claim.rows] = [hash(key) for key in claim.keys]
+            self._of(claim.pool)[1][claim.rows] = _hashes(claim.keys)
             self._draftless[claim.pool.name][claim.rows] = False
 
     def move(self, pool: DevicePool, rows: Rows, state: SlotState) -> None:
@@ -98,13 +98,19 @@ class SlotTable:
         """The state of one page row."""
         return SlotState(int(self._of(pool)[0][row]))
 
-    def computed(self, pool: DevicePool, rows: Rows) -> None:
-        """The engine has computed these slots itself."""
-        states = self._of(pool)[0]
-        rows = rows[rows >= 0]
-        mine = rows[states[rows] == SlotState.RELEASED]
-        states[mine] = SlotState.IDLE
-        self._draftless[pool.name][rows] = False
+    def computed(self, pool: DevicePool, rows: Rows, page_keys: Sequence[str]) -> None:
+        """The engine has computed these pages in these slots; rows that another page has been named for since stay.
+
+        Args:
+            pool: the slots' pool.
+            rows: the pages' rows.
+            page_keys: one key per page.
+        """
+        states, keys = self._of(pool)
+        # The last row of a pool stands in for -1, a page without slots.
+        mine = rows[(rows >= 0) & (keys[rows] == _hashes(page_keys))]
+        states[mine[states[mine] == SlotState.RELEASED]] = SlotState.IDLE
+        self._draftless[pool.name][mine] = False
 
     def may_save(
         self, pool: DevicePool, rows: Rows, page_keys: Sequence[str], *, with_draft: bool = False
@@ -122,7 +128,7 @@ class SlotTable:
         failed = mine == SlotState.RELEASED
         if with_draft:
             failed |= self._draftless[pool.name][rows]
-        failed &= keys[rows] == np.array([hash(key) for key in page_keys], np.int64)
+        failed &= keys[rows] == _hashes(page_keys)
         allowed: npt.NDArray[np.bool_] = ~(_is_active(mine) | failed)
         return allowed
 
@@ -151,6 +157,10 @@ class SlotTable:
             self._keys[pool.name] = np.zeros(pool.num_pages, np.int64)
             self._draftless[pool.name] = np.zeros(pool.num_pages, np.bool_)
         return self._states[pool.name], self._keys[pool.name]
+
+
+def _hashes(keys: Sequence[str]) -> npt.NDArray[np.int64]:
+    return np.fromiter(map(hash, keys), np.int64, len(keys))
 
 
 def _with_slots(claim: SlotClaim) -> SlotClaim:

@@ -2,13 +2,18 @@
 
 These calls block; they run on threads of `native_calls`. A store of a third party, or a native library with a bug, may
 answer too few results, results of a wrong type, or byte counts that nobody asked for. Such answers are `MALFORMED`.
+
+Whatever a store raises ends here, `SystemExit` and the panics of native code included: those are no `Exception`, and
+would end the thread and with it what the call was to tell. A `KeyboardInterrupt` comes to the main thread only, where
+no such call runs.
 """
 
 from __future__ import annotations
 
+import reprlib
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import structlog
 
@@ -23,7 +28,11 @@ T = TypeVar("T")
 _log = structlog.get_logger(__name__)
 
 _QUIET_SECONDS = 10.0
-"""Between two warnings of malformed answers of one method."""
+"""Between two messages about what one method answers or raises."""
+
+_SHORT: Final = reprlib.Repr()
+"""For answers whose own `repr` may be endless, or raise."""
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 80
 
 
 class StoreCalls:
@@ -31,29 +40,29 @@ class StoreCalls:
 
     def __init__(self, store: PageStore) -> None:
         self.store = store
-        self._warned: dict[str, float] = {}
+        self._quiet_until: dict[str, float] = {}
 
     def register(self, pointer: int, nbytes: int) -> bool:
         """Make memory known to the transport; False where it refused, or raised."""
         try:
             return self.store.register(pointer, nbytes) is True
-        except Exception:
-            _log.exception(events.STORE_RAISED, method="register")
+        except BaseException:  # see the module
+            self._raised("register")
             return False
 
     def unregister(self, pointer: int) -> None:
         """Take back `register`."""
         try:
             self.store.unregister(pointer)
-        except Exception:
-            _log.exception(events.STORE_RAISED, method="unregister")
+        except BaseException:  # see the module
+            self._raised("unregister")
 
     def close(self) -> None:
         """Disconnect; a store that fails to is left alone."""
         try:
             self.store.close()
-        except Exception:
-            _log.exception(events.STORE_RAISED, method="close")
+        except BaseException:  # see the module
+            self._raised("close")
 
     def exists(self, keys: Sequence[str]) -> list[bool | PageStatus]:
         """Whether each key is known, or why that is not known."""
@@ -114,38 +123,63 @@ class StoreCalls:
         *args: Any,
         **options: Any,
     ) -> list[T | PageStatus]:
-        """Call, and judge each answer by what is `expected` of it: bytes moved, or ``None`` where none are."""
+        """Call, and judge each answer by what is `expected` of it: bytes moved, or ``None`` where none are.
+
+        The store gets lists of its own: one that changes or keeps them changes nothing here.
+        """
         if not expected:
             return []
         try:
-            answers = method(*args, **options)
-        except Exception:
-            _log.exception(events.STORE_RAISED, method=_name(method))
-            return [PageStatus.MALFORMED] * len(expected)
-        if not isinstance(answers, (list, tuple)) or len(answers) != len(expected):
+            answers = method(*(_copied(arg) for arg in args), **options)
+            if isinstance(answers, (list, tuple)) and len(answers) == len(expected):
+                return self._judged(method, list(answers), expected, judge)
             count = f" of {len(answers)}" if isinstance(answers, (list, tuple)) else ""
             self._warn(method, expected=f"list of {len(expected)}", got=f"{type(answers).__name__}{count}")
-            return [PageStatus.MALFORMED] * len(expected)
+        except BaseException:  # see the module; also what an answer raises that is looked at
+            self._raised(_name(method))
+        return [PageStatus.MALFORMED] * len(expected)
+
+    def _judged(
+        self,
+        method: Callable[..., Any],
+        answers: Sequence[object],
+        expected: Sequence[int | None],
+        judge: Callable[[object, int | None], T | PageStatus],
+    ) -> list[T | PageStatus]:
         judged = [judge(answer, wanted) for answer, wanted in zip(answers, expected, strict=True)]
         for answer, wanted, status in zip(answers, expected, judged, strict=True):
             if status is PageStatus.MALFORMED and answer is not PageStatus.MALFORMED:
-                self._warn(method, expected="an answer" if wanted is None else wanted, got=repr(answer)[:80])
+                self._warn(method, expected="an answer" if wanted is None else wanted, got=_SHORT.repr(answer)[:80])
                 break
         return judged
 
     def _warn(self, method: Callable[..., Any], *, expected: object, got: str) -> None:
-        name, now = _name(method), time.monotonic()
-        if now >= self._warned.get(name, now):
-            self._warned[name] = now + _QUIET_SECONDS
+        name = _name(method)
+        if self._may_tell(name):
             _log.warning(events.STORE_MALFORMED, method=name, expected=expected, got=got)
+
+    def _raised(self, name: str) -> None:
+        if self._may_tell(name):
+            _log.exception(events.STORE_RAISED, method=name)
+
+    def _may_tell(self, name: str) -> bool:
+        now = time.monotonic()
+        if now < self._quiet_until.get(name, now):
+            return False
+        self._quiet_until[name] = now + _QUIET_SECONDS
+        return True
 
     def _quietly(self, method: Callable[[Sequence[str]], None], keys: Sequence[str]) -> None:
         if not keys:
             return
         try:
-            method(keys)
-        except Exception:
-            _log.exception(events.STORE_RAISED, method=_name(method))
+            method(list(keys))
+        except BaseException:  # see the module
+            self._raised(_name(method))
+
+
+def _copied(values: Sequence[Any]) -> list[Any]:
+    return [list(value) if isinstance(value, (list, tuple)) else value for value in values]
 
 
 def _name(method: Callable[..., Any]) -> str:
@@ -165,7 +199,11 @@ def _known(answer: object, _: int | None) -> bool | PageStatus:
 
 
 def _described(answer: object, _: int | None) -> Descriptor | PageStatus:
-    return answer if isinstance(answer, Descriptor) and _is_count(answer.size) else _failure(answer)
+    if not isinstance(answer, Descriptor):
+        return _failure(answer)
+    # The endpoint is a key of tables, size and address are compared: none may be of a type with ideas of its own.
+    good = type(answer.endpoint) is str and _is_count(answer.size) and _is_count(answer.address)
+    return answer if good else PageStatus.MALFORMED
 
 
 def _moved(answer: object, expected: int | None) -> PageStatus:

@@ -6,9 +6,24 @@ import anyio
 import pytest
 
 from softload import PageLoader, PageStatus, SaveReport, SaveStatus
+from softload import loader as loader_module
+from softload.stores.wrapper import WrapperStore
 from softload.testing import HangingStore
 
-from .harness import arrived, assert_outcome, config, eventually, keys, load, make_pools, opened, put, settle, store
+from .harness import (
+    any_of,
+    arrived,
+    assert_outcome,
+    config,
+    eventually,
+    keys,
+    load,
+    make_pools,
+    opened,
+    put,
+    settle,
+    store,
+)
 
 pytestmark = pytest.mark.asyncio
 
@@ -70,5 +85,39 @@ async def test_a_save_of_several_units_is_answered_before_close_returns(point: s
             assert hanging.held(point) == 1, "the second unit's save is not begun"
             statuses = {page.status for outcome in reports[0].outcomes.values() for page in outcome.pages}
             assert SaveStatus.SAVED not in statuses
+    finally:
+        hanging.release()
+
+
+async def test_memory_that_hangs_in_registration_holds_nothing_else_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kept bytes expire, and the store is closed, while fresh memory in place of quarantined memory is registered."""
+
+    class Door(WrapperStore):
+        closed = 0
+
+        def close(self) -> None:
+            self.closed += 1
+            super().close()
+
+    monkeypatch.setattr(loader_module, "_HOUSEKEEPING_SECONDS", 0.01)
+    monkeypatch.setattr(loader_module, "_CLOSE_SECONDS", 1.0)
+    pools = make_pools()
+    door = Door(store())
+    hanging = HangingStore(door)
+    try:
+        async with PageLoader(hanging, pools.group, config=config(prefetch_ttl=0.2)) as loader:
+            await put(loader, pools, keys(3))
+            await put(loader, pools, keys(3, "kept"))
+            hanging.hold("register")
+            hanging.hold("read", any_of(*keys(3)))
+            await load(loader, pools.unit("a", keys(3), range(3), deadline=0.1))
+            await arrived(hanging, "register")
+            async with loader.prefetch([pools.unit("kept", keys(3, "kept"))]) as prefetch:
+                assert (await prefetch.landed())["kept"] == 3
+            assert loader.statistics().kept_bytes
+            await eventually(lambda: not loader.statistics().kept_bytes)
+            assert hanging.held("register") == 1
+        assert door.closed == 1
+        assert hanging.held("register") == 1, "it was closed while the call was out"
     finally:
         hanging.release()

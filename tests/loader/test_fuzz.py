@@ -22,6 +22,7 @@ VALUES: tuple[Any, ...] = (
     0, 1, -1, -600, -702, -704, -707, -800, -801, -900, 1 << 31, 1 << 63, -(1 << 63), True, False, None, 0.0, 1.5,
     float("nan"), "", "0", b"0", [], [0], {}, object(), Descriptor(1, "x"), Descriptor(-1, "memory"),
     Descriptor(1 << 60, "memory"), Descriptor("8", "memory"), Descriptor(True, "memory"),  # type: ignore[arg-type]
+    Descriptor(1, []), Descriptor(1, None), Descriptor(1, "memory", -1), Descriptor(1, "memory", []),  # type: ignore[arg-type]
     *PageStatus, *PutRefusal,
 )  # fmt: skip
 
@@ -43,7 +44,7 @@ def nonsense(dice: random.Random) -> Callable[[Any], Any]:
         if kind == 2:
             return [*answers, picks[0]]
         if kind == 3:
-            raise RuntimeError("native")
+            raise dice.choice((RuntimeError("native"), SystemExit(1)))
         if kind == 4:
             return [picks[index % 64] for index in range(len(answers))]
         if kind == 5:

@@ -8,13 +8,14 @@ import threading
 import anyio
 import pytest
 
-from softload import LoaderClosedError, PageLoader, StoreSetupError
+from softload import LandingMemoryError, LoaderClosedError, PageLoader, StoreSetupError
 from softload import loader as loader_module
-from softload.landing import Arena
+from softload.arena import Arena
 from softload.stores.wrapper import WrapperStore
 from softload.testing import HangingStore
 
-from .harness import config, eventually, keys, make_pools, store
+from .doubles import Held
+from .harness import assert_outcome, config, eventually, keys, load, make_pools, put, store
 
 pytestmark = pytest.mark.asyncio
 
@@ -105,6 +106,131 @@ async def test_memory_lives_as_long_as_the_call_that_registers_it(monkeypatch: p
     finally:
         hanging.release()
     await eventually(lambda: not is_alive())
+
+
+async def test_two_tasks_that_enter_one_loader() -> None:
+    door = Door()
+    loader = PageLoader(door, make_pools().group, config=config())
+    leave = anyio.Event()
+
+    async def first() -> None:
+        async with loader:
+            await leave.wait()
+
+    try:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(first)
+            await eventually(door.entered.is_set)
+            with pytest.raises(RuntimeError, match="not entered, got one that is being opened already"):
+                async with loader:
+                    pytest.fail("it was opened twice")
+            door.may_open.set()
+            await eventually(lambda: "open" in repr(loader) or door.opened == 1)
+            leave.set()
+    finally:
+        door.may_open.set()
+    assert (door.opened, door.closed) == (1, 1)
+
+
+async def test_a_loader_is_used_once() -> None:
+    loader = PageLoader(Held(store()), make_pools().group, config=config())
+    async with loader:
+        pass
+    with pytest.raises(LoaderClosedError, match="was closed, and its store with it"):
+        async with loader:
+            pytest.fail("it was opened again")
+
+
+async def test_a_loader_may_be_entered_again_where_opening_failed() -> None:
+    door = Door(StoreSetupError("no master"))
+    door.may_open.set()
+    loader = PageLoader(door, make_pools().group, config=config())
+    with pytest.raises(StoreSetupError, match="no master"):
+        async with loader:
+            pytest.fail("it was opened")
+    door.error = None
+    async with loader:
+        pass
+    assert (door.opened, door.closed) == (1, 1)
+
+
+async def test_a_store_has_one_loader() -> None:
+    """The first that closes would close the other's store: the second is refused, and the first is unharmed."""
+    pools = make_pools()
+    shared = Held(store())
+    async with PageLoader(shared, pools.group, config=config()) as first:
+        await put(first, pools, keys(4))
+        with pytest.raises(RuntimeError, match="expected a store that no other PageLoader has open"):
+            async with PageLoader(shared, pools.group, config=config()):
+                pytest.fail("it was opened")
+        assert_outcome((await load(first, pools.unit("a", keys(4), range(4))))["a"], 4)
+    async with PageLoader(shared, pools.group, config=config()) as second:  # one after the other
+        assert_outcome((await load(second, pools.unit("a", keys(4), range(4))))["a"], 4)
+
+
+async def test_a_store_that_does_not_open_in_time() -> None:
+    before = set(lifecycle_threads())
+    door = Door()
+    loader = PageLoader(door, make_pools().group, config=config(open_deadline=0.05))
+    try:
+        with anyio.fail_after(5), pytest.raises(StoreSetupError, match=r"open, with 4194304 bytes .* within 0.05 s"):
+            async with loader:
+                pytest.fail("it was opened")
+        # The call is still out: nobody else may open the store under it.
+        with pytest.raises(RuntimeError, match="no other PageLoader has open"):
+            async with PageLoader(door, make_pools().group, config=config()):
+                pytest.fail("it was opened")
+    finally:
+        door.may_open.set()
+    await eventually(lambda: (door.opened, door.closed) == (1, 1))
+    await eventually(lambda: not set(lifecycle_threads()) - before)
+
+
+async def test_memory_that_is_not_registered_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader_module, "_CLOSE_SECONDS", 1.0)
+    door = Door()
+    door.may_open.set()
+    hanging = HangingStore(door)
+    hanging.hold("register")
+    try:
+        with anyio.fail_after(5), pytest.raises(StoreSetupError, match=r"within 0.1 s"):
+            async with PageLoader(hanging, make_pools().group, config=config(open_deadline=0.1)):
+                pytest.fail("it was opened")
+        assert (door.opened, door.closed) == (1, 1)
+    finally:
+        hanging.release()
+
+
+@pytest.mark.parametrize("nbytes", [1 << 46, 1 << 70])
+async def test_more_landing_memory_than_the_machine_has(nbytes: int) -> None:
+    door = Door()
+    with pytest.raises(LandingMemoryError, match=rf"expected room for {nbytes} bytes .* `landing_bytes`"):
+        async with PageLoader(door, make_pools().group, config=config(landing_bytes=nbytes)):
+            pytest.fail("it was opened")
+    assert not door.entered.is_set()
+
+
+async def test_less_landing_memory_than_a_page_needs() -> None:
+    door = Door()
+    with pytest.raises(ValueError, match=r"landing_bytes: expected at least \d+ for pages of \d+ bytes .* got 512"):
+        async with PageLoader(door, make_pools().group, config=config(landing_bytes=512)):
+            pytest.fail("it was opened")
+    assert not door.entered.is_set()
+
+
+@pytest.mark.parametrize("ttl", [0.0, -1.0, float("nan"), None, "5s"])
+async def test_a_store_without_a_usable_lease(ttl: object) -> None:
+    class Leaseless(Door):
+        @property
+        def lease_ttl(self) -> float:
+            return ttl  # type: ignore[return-value]
+
+    door = Leaseless()
+    door.may_open.set()
+    with pytest.raises(StoreSetupError, match="lease of more than 0 seconds, got"):
+        async with PageLoader(door, make_pools().group, config=config()):
+            pytest.fail("it was opened")
+    assert (door.opened, door.closed) == (1, 1)
 
 
 async def test_a_handle_outlives_its_loader_by_an_error_of_its_own() -> None:

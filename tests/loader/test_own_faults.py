@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 import pytest
 from structlog.testing import capture_logs
 
-from softload import PageLoader, PageStatus, SaveStatus, events, pipeline, saving
+from softload import PageLoader, PageStatus, SaveStatus, events, saving, unit_copies
 from softload import loader as loader_module
+from softload.connection import Connection
 from softload.copies import Copy, execute
 from softload.geometry import DraftMode
-from softload.landing import LandingMemory
 from softload.stores.wrapper import WrapperStore
 from softload.testing import HangingStore
 from softload.transfer import TransferUnit
@@ -51,7 +51,7 @@ async def test_a_failed_copy_costs_its_unit(monkeypatch: pytest.MonkeyPatch, fir
     pools = make_pools()
     async with opened(store(), pools) as loader:
         await put(loader, pools, keys(4))
-        monkeypatch.setattr(pipeline, "execute", failing_copies(lambda number: number == first))
+        monkeypatch.setattr(unit_copies, "execute", failing_copies(lambda number: number == first))
         with capture_logs() as logs:
             outcome = (await load(loader, pools.unit("a", keys(4), range(4))))["a"]
         assert_outcome(outcome, 0, PageStatus.CANCELLED)
@@ -67,9 +67,9 @@ async def test_a_copy_that_fails_after_a_layer_was_given_out_is_a_late_failure(
 ) -> None:
     pools = make_pools()
     hanging = HangingStore(store())
-    async with opened(hanging, pools, read_batch_objects=4) as loader:
+    async with opened(hanging, pools, read_batch_objects=4, read_lanes=1) as loader:
         await put(loader, pools, keys(4))
-        monkeypatch.setattr(pipeline, "execute", failing_copies(lambda number: number == 1))
+        monkeypatch.setattr(unit_copies, "execute", failing_copies(lambda number: number == 1))
         hanging.hold("read", from_call(1))
         async with loader.load([pools.unit("a", keys(4), range(4))]) as handle:
             assert (await handle.layer(0)).live == {"a"}
@@ -91,7 +91,7 @@ async def test_a_failed_copy_of_the_draft_costs_the_draft(monkeypatch: pytest.Mo
                 raise MemoryError("out of device memory")
             execute(copies)
 
-        monkeypatch.setattr(pipeline, "execute", run)
+        monkeypatch.setattr(unit_copies, "execute", run)
         outcome = (await load(loader, pools.unit("a", keys(4), range(4))))["a"]
         assert_outcome(outcome, 4)
         assert outcome.draft_pages == 0
@@ -120,7 +120,7 @@ async def test_a_bug_costs_its_unit(monkeypatch: pytest.MonkeyPatch) -> None:
     async with opened(store(), pools) as loader:
         await put(loader, pools, keys(4))
         with monkeypatch.context() as patch, capture_logs() as logs:
-            patch.setattr(pipeline, "copies_in", lambda *_: 1 // 0)
+            patch.setattr(unit_copies, "copies_in", lambda *_: 1 // 0)
             assert_outcome((await load(loader, pools.unit("a", keys(4), range(4))))["a"], 0, PageStatus.CANCELLED)
         assert events.TASK_RAISED in [entry["event"] for entry in logs]
         assert_outcome((await load(loader, pools.unit("b", keys(4), range(4))))["b"], 4)
@@ -158,15 +158,15 @@ async def test_ranks_that_cannot_agree_cost_the_load(answer: object) -> None:
 async def test_no_memory_in_place_of_quarantined_memory_is_told_and_survived(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def no_memory(memory: LandingMemory, nbytes: int) -> None:
+    async def no_memory(connection: Connection, nbytes: int, *, pinned: bool) -> None:
         raise RuntimeError("cannot page-lock memory")
 
     monkeypatch.setattr(loader_module, "_HOUSEKEEPING_SECONDS", 0.01)
-    monkeypatch.setattr(LandingMemory, "new_arena", no_memory)
     pools = make_pools()
     hanging = HangingStore(store())
     async with opened(hanging, pools) as loader:
         await put(loader, pools, keys(4))
+        monkeypatch.setattr(Connection, "allocate", no_memory)
         hanging.hold("read")
         with capture_logs() as logs:
             unit = pools.unit("a", keys(4), range(4), deadline=0.05)

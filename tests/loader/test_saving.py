@@ -92,6 +92,40 @@ async def test_refused_by_key_and_not_by_slot_number() -> None:
         assert {page.status for page in report.outcomes["a"].pages} == {SaveStatus.REFUSED}
 
 
+@pytest.mark.parametrize("draft", [None, DraftMode.SIDECAR])
+async def test_computed_too_late_says_nothing_about_who_has_the_slots_now(draft: DraftMode | None) -> None:
+    """The engine gave the slots of a failed load to another request, whose load failed too."""
+    pools = make_pools(draft=draft)
+    async with opened(store(), pools) as loader:
+        first, second = pools.unit("a", keys(3), range(3)), pools.unit("b", keys(3, "other"), range(3))
+        assert_outcome((await load(loader, first))["a"], 0)
+        assert_outcome((await load(loader, second))["b"], 0)
+        loader.computed(first)
+        report = await loader.save([second])
+        assert {page.status for page in report.outcomes["b"].pages} == {SaveStatus.REFUSED}
+        pools.fill(keys(3, "other"), range(3))
+        loader.computed(second)
+        assert (await loader.save([second])).outcomes["b"].saved_pages == 3
+
+
+async def test_computed_too_late_leaves_the_zeros_of_a_packed_draft_unsaved() -> None:
+    pools = make_pools(draft=DraftMode.PACKED)
+    recording = RecordingStore(store())
+    async with opened(recording, pools) as loader:
+        await put(loader, pools, keys(3))
+        drafts = [key for key in recording.keys_of("put_end") if ".d" in key]
+        assert drafts
+        recording.remove(drafts, force=True)
+        first, second = pools.unit("a", keys(3, "gone"), range(3)), pools.unit("b", keys(3), range(3))
+        assert_outcome((await load(loader, first))["a"], 0)
+        outcome = (await load(loader, second))["b"]
+        assert (outcome.restored_pages, outcome.draft_pages) == (3, 0)
+        loader.computed(first)
+        assert (await loader.save([second])).outcomes["b"].draft_saved_pages == 0
+        loader.computed(second)
+        assert (await loader.save([second])).outcomes["b"].draft_saved_pages == 3
+
+
 async def test_slots_that_are_being_filled_are_refused() -> None:
     pools = make_pools()
     hanging = HangingStore(store())

@@ -304,3 +304,16 @@ async def test_an_end_does_not_wait_behind_a_start_that_hangs() -> None:
             await eventually(lambda: len(recording.keys_of("session_end")) == 2)
         hanging.release()
         await settle(loader)
+
+
+async def test_a_lease_shorter_than_any_queue_is_a_miss_and_not_an_endless_restart() -> None:
+    pools = make_pools()
+    async with opened(store(lease=1e-6), pools, **RANGES, deadline=10.0) as loader:
+        await put(loader, pools, keys(4))
+        with anyio.fail_after(5):
+            outcome = (await load(loader, pools.unit("a", keys(4), range(4))))["a"]
+        assert_outcome(outcome, 0, PageStatus.LEASE_EXPIRED)
+        # Each of the 16 parts is put off twice, read, put off twice more, and read for the last time.
+        assert loader.statistics().sessions_restarted <= 16 * 6
+        pools.assert_rows_kept()
+        await settle(loader)

@@ -136,7 +136,7 @@ class World:
             await stop.wait()
 
     def groups(self) -> list[CallGroup]:
-        return [*self.loader._groups(self.context), self.context.reader._removals]
+        return [*self.context.groups(), self.context.reader._removals]
 
     def held_calls(self) -> int:
         return sum(self.store.held(method) for method in HELD) + sum(fence.entered for fence in self.fences)

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from softload.landing import ALIGNMENT, Arena, LandingMemory, Segment, SegmentState, Share
+from softload.arena import ALIGNMENT, Arena
+from softload.landing import LandingMemory, Segment, SegmentState, Share
 
 UNIT = ALIGNMENT
 
@@ -250,7 +251,7 @@ def test_quarantine_is_replaced_up_to_half_and_sheds_beyond() -> None:
         fresh = sum(arena.nbytes for arena in memory.arenas[1:])
         assert fresh + lacking <= capacity // 2 + size
         if lacking:
-            memory.add_arena(memory.new_arena(lacking))
+            memory.add_arena(Arena(lacking, pinned=False))
         assert not memory.missing_replacement()
     for count in range(7):
         assert memory.refuses(f"owner{count}") == (memory.quarantined(f"owner{count}") > capacity // 8)

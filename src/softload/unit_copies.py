@@ -1,0 +1,161 @@
+"""The copies of one unit: landed bytes into its slots, in chunks, and the states of these slots meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import anyio
+import anyio.lowlevel
+import structlog
+
+from softload import events
+from softload.context import Context
+from softload.copies import Copy, chunks, copies_in, execute, wait_for, zeros
+from softload.geometry.group import ResolvedComponent
+from softload.geometry.layout import Fragment
+from softload.native_calls import RefusedError
+from softload.outcomes import PageStatus
+from softload.planning import Column, needed_pages
+from softload.slots import SlotState
+from softload.transfer import Fence
+from softload.unit_fetches import UnitFetches
+from softload.unit_pages import UnitPages
+
+__all__ = ["UnitCopies"]
+
+_log = structlog.get_logger(__name__)
+
+
+class UnitCopies:
+    """The copies of one unit.
+
+    Args:
+        context: the loader's parts.
+        wants: what of the unit is good so far.
+        fetches: where its bytes have landed.
+        fence: the engine's; slots are not written before it returned.
+    """
+
+    def __init__(self, context: Context, wants: UnitPages, fetches: UnitFetches, fence: Fence | None) -> None:
+        self._context = context
+        self._wants = wants
+        self._fetches = fetches
+        self._fence = fence
+
+    @property
+    def may_write(self) -> bool:
+        """Whether the engine has let go of the slots."""
+        return self._fence is None
+
+    async def wait_for_engine(self) -> PageStatus | None:
+        """Wait for the engine's fence. A status where the slots may never be written."""
+        fence = self._fence
+        if fence is None:
+            return None
+        try:
+            await self._context.fences.run(lambda: wait_for(fence))
+        except RefusedError:
+            return PageStatus.SHED
+        except Exception as error:  # the engine's own fault: it costs this unit, not the loader
+            _log.error(events.FENCE_RAISED, request_id=self._wants.request_id, error=repr(error))
+            return PageStatus.CANCELLED
+        self._fence = None
+        return None
+
+    async def copy(self, copies: Sequence[Copy]) -> bool:
+        """Copy in chunks; the deadline may pass between two, never within one. False once one has failed."""
+        if copies:
+            self._move_slots(SlotState.FILLING)
+        for chunk in chunks(copies, self._context.config.copy_chunk_bytes):
+            await anyio.lowlevel.checkpoint_if_cancelled()
+            if not await self.run_chunk(chunk):
+                return False
+        return True
+
+    async def run_chunk(self, chunk: Sequence[Copy]) -> bool:
+        """Copy one chunk to its end. False where the device could not: that costs this unit, not the loader."""
+        try:
+            with anyio.CancelScope(shield=True):
+                await self._context.compute.run(lambda: execute(chunk))
+        except Exception as error:  # out of memory, an accelerator's fault, no threads for it any more
+            _log.error(events.COPY_FAILED, request_id=self._wants.request_id, error=repr(error))
+            return False
+        return True
+
+    def of_layers(self, step: Iterable[Column], layers: range) -> list[Copy]:
+        """The target's bytes of these columns that belong to `layers`, for the pages that are good so far."""
+        return [
+            copy
+            for column in step
+            for copy in self._column_copies(
+                column,
+                [fragment for fragment in column.spec.fragments if fragment.layer in layers and not fragment.draft],
+                self._wants.pages_of(column),
+            )
+        ]
+
+    def of_draft(self) -> list[Copy]:
+        """The draft's bytes, for its pages that are good so far."""
+        return [
+            copy
+            for column in self._draft_holders()
+            for copy in self._column_copies(column, _draft_fragments(column), self._draft_pages_of(column))
+        ]
+
+    def zeros(self, copied: int, draft_copied: int) -> Iterator[list[Copy]]:
+        """Chunks of zeros for draft slots without their bytes, so that they do not hold what was there before."""
+
+        def draftless(component: ResolvedComponent) -> range:
+            # Restored pages were copied, after the engine's fence: their slots are ours to write. All others are
+            # computed by the engine, draft and all.
+            restored = needed_pages(copied, component.hit_policy, component.window)
+            return range(max(draft_copied, restored.start), restored.stop)
+
+        for component in self._wants.draft if not self._wants.draft_is_packed else ():
+            assert component.rows is not None
+            pages = draftless(component)
+            self._context.slots.move(component.pool, component.rows[pages.start : pages.stop], SlotState.ZEROING)
+        copies = (
+            copy
+            for column in self._draft_holders()
+            for copy in zeros(column, draftless(self._draft_component(column)), _draft_fragments(column))
+        )
+        yield from chunks(copies, self._context.config.copy_chunk_bytes)
+
+    def release_slots(self, restored: int, drafted: int) -> None:
+        """The end: COMMITTED where all of a page was copied, RELEASED elsewhere."""
+        for component in self._wants.own_components():
+            assert component.rows is not None
+            good = min(drafted, restored) if component.pool.name.is_draft else restored
+            written = needed_pages(good, component.hit_policy, component.window)
+            self._context.slots.move(component.pool, component.rows, SlotState.RELEASED)
+            self._context.slots.move(component.pool, component.rows[written.start : written.stop], SlotState.COMMITTED)
+        for component in self._wants.draft if self._wants.draft_is_packed else ():
+            assert component.rows is not None
+            self._context.slots.lack_draft(component.pool, component.rows[drafted:restored])
+
+    def _move_slots(self, state: SlotState) -> None:
+        for component in self._wants.own_components():
+            assert component.rows is not None
+            self._context.slots.move(component.pool, component.rows[: self._wants.pages], state)
+
+    def _draft_holders(self) -> Sequence[Column]:
+        """The columns whose objects hold the draft's bytes."""
+        if not self._wants.draft_rides:
+            return self._wants.draft_columns
+        return [column for column in self._wants.columns if _draft_fragments(column)]
+
+    def _draft_pages_of(self, column: Column) -> range:
+        component = self._draft_component(column)
+        return needed_pages(self._wants.draft_pages, component.hit_policy, component.window)
+
+    def _draft_component(self, column: Column) -> ResolvedComponent:
+        """The component of a column whose objects hold the draft's bytes."""
+        return (self._wants.target if self._wants.draft_rides else self._wants.draft)[column.component]
+
+    def _column_copies(self, column: Column, fragments: Sequence[Fragment], pages: range) -> list[Copy]:
+        return copies_in(column, fragments, [self._fetches.segment(column, page) for page in pages], pages)
+
+
+def _draft_fragments(column: Column) -> Sequence[Fragment]:
+    return [fragment for fragment in column.spec.fragments if fragment.draft or column.spec.draft]
