@@ -303,7 +303,7 @@ class PageLoader(AsyncContextManagerMixin):
             arena=arena,
         )
         reader = Reader(calls, landing, sessions, health, counters, config, spawn)
-        return Context(
+        context = Context(
             config=config,
             pools=self.pools,
             keys=keys,
