@@ -12,10 +12,11 @@ TRACE ?=
 REQUESTS ?= 600
 SHAPE ?= mini
 STORE ?=
+SECONDS ?= 1800
 # More options for pytest, for example: make test PYTEST="-k breaker -x"
 PYTEST ?=
 
-.PHONY: help venv test test-vllm test-vllm-all test-sglang lint demo bench clean
+.PHONY: help venv test test-all soak test-vllm test-vllm-all test-sglang test-sglang-all lint demo bench clean
 
 help:  ## Show this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
@@ -26,32 +27,56 @@ $(READY): pyproject.toml constraints.txt scripts/bootstrap
 	./scripts/bootstrap
 	@touch $@
 
-test: $(READY)  ## Run the tests, those on a real Mooncake included where it can be imported
+test: $(READY)  ## Run the tests, but the long ones; those on a real Mooncake where it can be imported
+	$(BIN)/python -m pytest -m "not long" $(PYTEST)
+
+test-all: $(READY)  ## Run all tests
 	$(BIN)/python -m pytest $(PYTEST)
 
+# make soak SECONDS=600 TRACE=path/to/trace.jsonl
+soak: $(READY)  ## Replay for half an hour on a cluster whose processes fail every few seconds
+	$(BIN)/python -m tests.faults.soak --seconds $(SECONDS) $(if $(TRACE),--trace $(TRACE))
+
 test-vllm: VLLM_TESTS := -m "not slow"
+test-vllm: VLLM_FILES := $(shell grep -LE '^pytestmark = .*mark\.slow' tests/adapters/vllm/test_*.py)
 test-vllm: .venv-vllm/.ready  ## Run the tests of the vLLM connector, but the long ones, in an environment of their own
 	@$(test_vllm)
 
+test-vllm-all: VLLM_FILES := $(wildcard tests/adapters/vllm/test_*.py)
 test-vllm-all: .venv-vllm/.ready  ## Run all tests of the vLLM connector
 	@$(test_vllm)
 
-# A process per file: an engine leaves more behind than the next one likes. 5: nothing in a file was chosen.
+# A process per file: an engine leaves more behind than the next one likes. 5: PYTEST chooses nothing in a file.
 define test_vllm
-set -e; for file in tests/adapters/vllm/test_*.py; do \
-	.venv-vllm/bin/python -m pytest -c tests/adapters/vllm/pytest.ini $(VLLM_TESTS) $$file $(PYTEST) || [ $$? -eq 5 ]; done
+set -e; for file in $(VLLM_FILES); do \
+	.venv-vllm/bin/python -m pytest -c tests/adapters/vllm/pytest.ini $(VLLM_TESTS) $$file $(PYTEST) || [ "$$?$(if $(PYTEST),chosen)" = 5chosen ]; done
 endef
 
-.venv-vllm/.ready: scripts/venv-vllm
-	PYTHON=$${PYTHON:-python3} ./scripts/venv-vllm
+# After .venv, whose bootstrap chooses the interpreter and installs the system libraries that Mooncake links.
+.venv-vllm/.ready: scripts/venv-vllm | $(READY)
+	./scripts/venv-vllm
 	@touch $@
 
-test-sglang: .venv-sglang/.ready  ## Compare pools with SGLang's own assembler, in a virtual environment of its own
-	.venv-sglang/bin/python -m pytest -c tests/adapters/sglang_pools/run.ini --rootdir . \
-		tests/adapters/sglang_pools $(PYTEST)
+SGLANG_ALL := $(wildcard tests/adapters/sglang_pools/test_*.py tests/adapters/sglang/test_*.py)
 
-.venv-sglang/.ready: scripts/venv-sglang
-	PYTHON=$${PYTHON:-python3} ./scripts/venv-sglang
+test-sglang: SGLANG_TESTS := -m "not slow"
+test-sglang: SGLANG_FILES := $(shell grep -LE '^pytestmark = .*mark\.slow' $(SGLANG_ALL))
+test-sglang: .venv-sglang/.ready  ## Run the tests of the SGLang linker, but the long ones, in an environment of its own
+	@$(test_sglang)
+
+test-sglang-all: SGLANG_FILES := $(SGLANG_ALL)
+test-sglang-all: .venv-sglang/.ready  ## Run all tests of the SGLang linker
+	@$(test_sglang)
+
+# A process per file, as for vLLM.
+define test_sglang
+set -e; for file in $(SGLANG_FILES); do \
+	.venv-sglang/bin/python -m pytest -c tests/adapters/sglang/run.ini --rootdir . $(SGLANG_TESTS) $$file $(PYTEST) || [ "$$?$(if $(PYTEST),chosen)" = 5chosen ]; done
+endef
+
+# pyproject.toml names the plugin, which SGLang finds where the package was installed with it.
+.venv-sglang/.ready: scripts/venv-sglang pyproject.toml | $(READY)
+	./scripts/venv-sglang
 	@touch $@
 
 lint: $(READY)  ## Check style, formatting, types and the import contracts

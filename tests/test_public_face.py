@@ -66,6 +66,8 @@ def test_all_names_what_is_documented() -> None:
 
 def test_every_module_s_all_exists() -> None:
     for module in modules():
+        if module.__name__ == "softload.adapters.sglang":
+            continue  # imports SGLang on demand
         names = getattr(module, "__all__", None)
         if names is None:
             own = [

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -18,7 +20,7 @@ from rich.table import Table
 
 from softload.config import DraftPolicy, Integrity, Layout
 from softload.doctor import diagnose
-from softload.errors import StoreSetupError
+from softload.errors import LandingMemoryError, SoftloadError, StoreSetupError
 from softload.replay.options import AdmissionMode, ReplayOptions
 from softload.replay.progress import PlainProgress, TerminalProgress
 from softload.replay.recorder import Recorder
@@ -26,6 +28,7 @@ from softload.replay.report import summary_rows, summary_table
 from softload.replay.runner import is_clean, replay
 from softload.replay.shapes import SHAPES, DraftKind
 from softload.replay.timeline import chrome_trace
+from softload.replay.trace import TraceError, TraceRequest
 from softload.stores import parse_size
 
 __all__ = ["app"]
@@ -34,8 +37,36 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Fail-soft loading of KV-cache pages: replay traces, check an installation, list shapes.",
 )
+
+_OPTIONS = {
+    name: f"--{name.replace('_', '-')}"
+    for name in ("requests", "shape", "speed", "layer_time", "deadline", "landing", "max_running", "fault")
+} | {"landing_bytes": "--landing"}
+"""What errors of the library start with, and how a user wrote it."""
+
+_FAULTS = (
+    "A fault, repeatable: evict=P, remove=P, late=P, slow=P:SECONDS, hang=N:SECONDS; corrupt=P with --integrity full; "
+    "draft-loss=P with a draft."
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        try:
+            typer.echo(f"softload {metadata.version('softload')}")
+        except metadata.PackageNotFoundError:
+            typer.echo("softload, not installed")
+        raise typer.Exit
+
+
+@app.callback()
+def softload_command(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Fail-soft loading of KV-cache pages: replay traces, check an installation, list shapes."""
 
 
 @app.command("replay")
@@ -60,9 +91,7 @@ def replay_command(
     deadline: Annotated[float | None, typer.Option(metavar="S", help="Deadline of a load; default: 5.")] = None,
     landing: Annotated[str | None, typer.Option(metavar="SIZE", help="Landing memory; default: 256MiB.")] = None,
     max_running: Annotated[int, typer.Option(metavar="N", help="Requests that hold slots at a time.")] = 16,
-    fault: Annotated[
-        list[str] | None, typer.Option(metavar="SPEC", help="A fault, e.g. evict=0.05, slow=0.01:0.5; repeatable.")
-    ] = None,
+    fault: Annotated[list[str] | None, typer.Option(metavar="SPEC", help=_FAULTS)] = None,
     seed: Annotated[int, typer.Option(help="Of the synthetic trace and of faults.")] = 0,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write all figures there; - for standard output.")
@@ -92,17 +121,16 @@ def replay_command(
             layer_time=layer_time / 1e3,
             integrity=integrity,
             deadline=deadline,
-            landing=None if landing is None else parse_size(landing),
+            landing=None if landing is None else _size("landing", landing),
             max_running=max_running,
             faults=tuple(fault or ()),
             seed=seed,
         )
-        trace_requests = options.read_requests()
-    except (ValueError, OSError) as error:
-        _fail(str(error), status=2)
-    for option, file in (("--json", json_file), ("--report", report), ("--timeline", timeline)):
-        if file is not None and file != Path("-") and (file.is_dir() or not file.parent.is_dir()):
-            _fail(f"{option}: expected a file in a folder that is there, got {file}", status=2)
+        trace_requests = _requests(options)
+        for option, file in (("--json", json_file), ("--report", report), ("--timeline", timeline)):
+            _check_writable(option, file)
+    except ValueError as error:
+        _fail(_with_option(str(error), store), status=2)
     report_page = _page_maker() if report is not None else None
     recorder = Recorder() if report is not None or timeline is not None else None
     structlog.configure(
@@ -111,15 +139,18 @@ def replay_command(
     )
     console = Console(stderr=json_file == Path("-"))
     bar = TerminalProgress(console) if console.is_terminal else None
-    setup_errors: list[str] = []
+    errors: list[BaseException] = []
     figures: dict[str, object] = {}
     try:
         with bar or nullcontext():
             figures = asyncio.run(replay(options, trace_requests, bar or PlainProgress(console), recorder))
-    except* StoreSetupError as group:  # alone, or from within the loader's task group
-        setup_errors = [str(error) for error in _leaves(group)]
-    if setup_errors:
-        _fail("; ".join(setup_errors), status=1)
+    except* (SoftloadError, ValueError) as group:  # alone, or from within the loader's task group
+        errors = list(_leaves(group))
+        if any(isinstance(error, ValueError) and _with_option(str(error), store) == str(error) for error in errors):
+            raise  # not about an option: a fault of ours
+    if errors:
+        store_is_down = all(isinstance(error, StoreSetupError) for error in errors)
+        _fail("; ".join(_told(error, store) for error in errors), status=1 if store_is_down else 2)
     console.print(summary_table(figures))
     if json_file is not None:
         text = json.dumps(figures, indent=2) + "\n"
@@ -148,7 +179,7 @@ def doctor_command(
     try:
         checks = diagnose(store)
     except ValueError as error:
-        _fail(str(error), status=2)
+        _fail(_with_option(str(error), store), status=2)
     console = Console()
     for check in checks:
         mark = {True: "[green]ok     [/green]", False: "[red]missing[/red]", None: "[yellow]note   [/yellow]"}[check.ok]
@@ -193,6 +224,52 @@ def _number(name: str, text: str) -> float:
         return float(text)
     except ValueError:
         raise ValueError(f"{name}: expected a number or max, got {text!r}") from None
+
+
+def _size(name: str, text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def _requests(options: ReplayOptions) -> list[TraceRequest]:
+    try:
+        return options.read_requests()
+    except TraceError:
+        raise  # names file and line
+    except OSError as error:
+        raise ValueError(f"TRACE: expected a file that can be read, got {options.trace}: {error.strerror}") from None
+
+
+def _check_writable(option: str, file: Path | None) -> None:
+    """Before the run, whose figures would be lost."""
+    if file is None or file == Path("-"):
+        return
+    was_there = file.exists()
+    try:
+        file.open("a").close()
+    except OSError as error:
+        raise ValueError(f"{option}: expected a file that can be written, got {file}: {error.strerror}") from None
+    if not was_there:
+        file.unlink()
+
+
+def _told(error: BaseException, store: str) -> str:
+    text = _with_option(str(error), store)
+    if isinstance(error, LandingMemoryError):
+        return f"--landing: {text.replace('`landing_bytes`', 'one')}"
+    return text
+
+
+def _with_option(message: str, store: str) -> str:
+    """A message of the library, with the option's name in place of the setting's."""
+    if message.startswith(repr(store)):
+        return f"--store {message}"
+    setting = re.match(r"[a-z_]+", message)
+    if setting is None or setting[0] not in _OPTIONS:
+        return message
+    return _OPTIONS[setting[0]] + message[setting.end() :]
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:

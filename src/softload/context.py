@@ -22,6 +22,7 @@ from softload.outcomes import PageStatus
 from softload.pacing import Pacer
 from softload.protocols import RankConsensus
 from softload.reading import Reader
+from softload.request_log import RequestLog
 from softload.sessions import SessionTable
 from softload.slots import SlotTable
 from softload.store_calls import StoreCalls
@@ -75,6 +76,7 @@ class Context:
     writes: CallGroup
     spawn: Callable[[Callable[[], Coroutine[Any, Any, None]]], None]
     pacer: Pacer = field(default_factory=Pacer)
+    log: RequestLog = field(default_factory=RequestLog)
     active: set[Any] = field(default_factory=set)
     """Units whose outcome is not known yet."""
     promised: PromisedKeys = field(default_factory=lambda: PromisedKeys(65_536))

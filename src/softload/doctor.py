@@ -14,13 +14,17 @@ from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
 from typing import Generic, TypeVar
+from urllib.parse import parse_qs, urlsplit
 
 import torch
 
 from softload.errors import StoreSetupError
 from softload.outcomes import PageStatus
-from softload.protocols import Descriptor, PageStore
-from softload.stores import open_store
+from softload.protocols import Descriptor, PageStore, PutRefusal
+from softload.stores import QuietStart, open_store
+from softload.stores.cluster import INSTALL_HINT
+from softload.stores.listening import exposed_ports
+from softload.stores.setup_checks import probe_rdma, rdma_devices
 
 __all__ = ["Check", "diagnose"]
 
@@ -68,9 +72,9 @@ def diagnose(url: str) -> list[Check]:
     Raises:
         ValueError: not a store's URL.
     """
-    store = open_store(url)
+    store = QuietStart(open_store(url))
     needs_mooncake = url.startswith("mooncake:")
-    return [*_base(), *_mooncake(needs_mooncake, url), *_store(store, url)]
+    return [*_base(), *_mooncake(needs_mooncake, url), *_rdma(url), *_store(store, url)]
 
 
 def _base() -> Iterator[Check]:
@@ -84,12 +88,7 @@ def _mooncake(needed: bool, url: str) -> Iterator[Check]:
     versions = {name: version for name in _WHEELS if (version := _version(name)) is not None}
     missing = False if needed else None
     if not versions:
-        advice = (
-            "pip install 'softload[mooncake]' (CUDA 12), 'softload[mooncake-cuda13]' or 'softload[mooncake-cpu]'"
-            if needed
-            else ""
-        )
-        yield Check("Mooncake", missing, "not installed", advice)
+        yield Check("Mooncake", missing, "not installed", INSTALL_HINT if needed else "")
         return
     listed = ", ".join(f"{name} {version} ({_WHEELS[name]})" for name, version in versions.items())
     if len(versions) > 1:
@@ -118,7 +117,33 @@ def _mooncake(needed: bool, url: str) -> Iterator[Check]:
         )
 
 
+def _rdma(url: str) -> Iterator[Check]:
+    """Where it is asked for: without a device, Mooncake sets up well and can read no peer."""
+    query = parse_qs(urlsplit(url).query)
+    if "rdma" not in query.get("protocol", []):
+        return
+    try:
+        probe_rdma(",".join(query.get("device", [])))
+    except StoreSetupError as error:
+        yield Check("RDMA", False, str(error))  # says what to do
+    else:
+        yield Check("RDMA", True, ", ".join(name for name, active in rdma_devices().items() if active))
+
+
+def _exposed(before: list[int]) -> Iterator[Check]:
+    """Ports that the store opened to other machines: a peer writes into registered memory through them."""
+    ports = sorted(set(exposed_ports()) - set(before))
+    if ports:
+        yield Check(
+            "listening",
+            None,
+            f"this process accepts connections from other machines on {', '.join(map(str, ports))}",
+            "let only the cluster reach them; MC_MIN_RPC_PORT and MC_MAX_RPC_PORT name the range",
+        )
+
+
 def _store(store: PageStore, url: str) -> Iterator[Check]:
+    before = exposed_ports()
     try:
         _bounded(store.open)
     except StoreSetupError as error:
@@ -128,8 +153,9 @@ def _store(store: PageStore, url: str) -> Iterator[Check]:
         yield Check("store", False, f"{url} did not answer within {_SECONDS:.0f} s", "is its master up and reachable?")
         return
     yield Check("store", True, f"{url} answers")
+    yield from _exposed(before)
     try:
-        yield from _round_trip(store)
+        yield from _round_trip(store, url)
     except TimeoutError:
         yield Check(
             "round trip", False, f"a call did not return within {_SECONDS:.0f} s", "is an owner of its memory frozen?"
@@ -141,7 +167,16 @@ def _store(store: PageStore, url: str) -> Iterator[Check]:
             yield Check("close", False, f"did not return within {_SECONDS:.0f} s", "is the master up and reachable?")
 
 
-def _round_trip(store: PageStore) -> Iterator[Check]:
+def _more_memory(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme == "memory":
+        return "give it more memory: capacity=SIZE, at least 1MiB"
+    if parts.netloc == "embedded":
+        return "give it more memory: segment=SIZE, at least 16MiB for each owner"
+    return "some process must give the cluster memory, for example this one: segment=SIZE, at least 16MiB"
+
+
+def _round_trip(store: PageStore, url: str) -> Iterator[Check]:
     """Put one object, look at it, read it whole and by ranges, remove it."""
     key = f"softload-doctor/{uuid.uuid4()}"
     payload = os.urandom(_PAYLOAD)
@@ -160,7 +195,7 @@ def _round_trip(store: PageStore) -> Iterator[Check]:
             "put",
             False,
             f"expected {_PAYLOAD} bytes written, got {put!s}",
-            "has the store memory? give it a segment=SIZE",
+            _more_memory(url) if put in (PutRefusal.FULL, PageStatus.MALFORMED) else "are its master and owners well?",
         )
         _bounded(lambda: store.unregister(base))
         return

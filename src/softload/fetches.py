@@ -170,6 +170,7 @@ class ReadCall:
         "endpoint",
         "expected",
         "live",
+        "master_answered",
         "native",
         "overdue",
         "parts",
@@ -192,6 +193,8 @@ class ReadCall:
         self.overdue = False
         """Whether it takes much longer than such a call should. Set by the alarm, so that all agree on it."""
         self.timed_out = False
+        self.master_answered: bool | None = None
+        """Whether the master did when it was asked for proof; ``None`` where it was not."""
         self.native: NativeCall[list[tuple[PageStatus, Descriptor | None]]] | None = None
 
     @property

@@ -37,6 +37,8 @@ def execute_read(calls: StoreCalls, call: ReadCall, integrity: Integrity) -> lis
         if status is PageStatus.LOADED and not (part.fetch.tailed and integrity is not Integrity.OFF)
     ]
     now = dict(zip(unproven, calls.descriptors([keys[index] for index in unproven]), strict=True))
+    if now:
+        call.master_answered = PageStatus.STORE_UNREACHABLE not in now.values()
     whole = _whole([part.fetch for part in parts], integrity)
     return [
         _checked(part, status, now.get(index), whole[index])

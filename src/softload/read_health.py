@@ -41,8 +41,10 @@ class ReadHealth:
     def record(self, call: ReadCall, statuses: Sequence[PageStatus]) -> None:
         """A call is back."""
         assert call.native is not None
-        if PageStatus.STORE_UNREACHABLE in statuses:
-            self._health.record_master(list(statuses))
+        if PageStatus.STORE_UNREACHABLE in statuses or call.master_answered is False:
+            self._health.record_master([PageStatus.STORE_UNREACHABLE])
+        elif call.master_answered:
+            self._health.record_master([])
         breaker = self._health.endpoint(call.endpoint)
         if call.timed_out:
             return  # counted when its waiters gave up

@@ -225,7 +225,8 @@ class Saver:
             staging.tell(unit.request_id)
         skipped = [item for item in objects if item.status in (SaveStatus.SHED, SaveStatus.STORE_FULL)]
         if skipped:
-            _log.info(events.SAVE_SKIPPED, request_id=unit.request_id, objects=len(skipped), status=skipped[0].status)
+            status = skipped[0].status
+            context.log.info(_log, events.SAVE_SKIPPED, request_id=unit.request_id, objects=len(skipped), status=status)
 
     async def _wait_for_engine(self, request_id: str, fence: Fence) -> None:
         try:

@@ -102,8 +102,10 @@ class SessionTable:
     @property
     def master_suspect(self) -> bool:
         """Whether a start has been out for longer than it should, or the master does not answer."""
-        return self._health.master.is_open or any(
-            call.elapsed() > _SLOW_START for call in self._out if not call.finished
+        return (
+            self._health.master.is_open
+            or self._health.master_lost
+            or any(call.elapsed() > _SLOW_START for call in self._out if not call.finished)
         )
 
     def void(self) -> None:

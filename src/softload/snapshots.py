@@ -55,4 +55,5 @@ def snapshot(context: Context) -> Statistics:
         open_breakers=health.open_breakers,
         negative_keys=health.negative_keys,
         suppressed_requests=health.suppressed_requests,
+        dropped_log_lines=context.log.dropped,
     )

@@ -58,6 +58,7 @@ class Statistics:
         open_breakers: endpoints, and the master, to which nothing is sent.
         negative_keys: keys in the negative cache.
         suppressed_requests: requests whose lookups are answered 0 until they are computed.
+        dropped_log_lines: lines about single requests that were not written: 50 a second of each event are.
     """
 
     loads: int
@@ -96,3 +97,4 @@ class Statistics:
     open_breakers: tuple[str, ...]
     negative_keys: int
     suppressed_requests: int
+    dropped_log_lines: int

@@ -10,6 +10,7 @@ from typing import Any
 
 import anyio.to_thread
 import numpy as np
+import pytest
 import torch
 import xxhash
 
@@ -42,6 +43,9 @@ MODES: tuple[dict[str, str], ...] = (
     {"layout": "page", "read_mode": "ranges"},
 )
 MODE_IDS = ("grouped", "page-whole", "page-ranges")
+
+modes = pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
+"""For tests of what holds in every layout and read mode."""
 
 
 def store(**options: Any) -> MemoryStore:

@@ -20,6 +20,7 @@ from .harness import (
     load,
     make_pools,
     missed,
+    modes,
     opened,
     put,
     settle,
@@ -27,8 +28,6 @@ from .harness import (
 )
 
 pytestmark = pytest.mark.asyncio
-
-modes = pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
 
 
 def resized(by: int) -> Any:

@@ -15,7 +15,6 @@ from softload.testing import HangingStore, RecordingStore, ScriptedStore
 from .doubles import Held
 from .harness import (
     LAYERS,
-    MODE_IDS,
     MODES,
     any_of,
     arrived,
@@ -25,6 +24,7 @@ from .harness import (
     keys,
     load,
     make_pools,
+    modes,
     opened,
     put,
     settle,
@@ -33,7 +33,6 @@ from .harness import (
 
 pytestmark = pytest.mark.asyncio
 
-modes = pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
 POINTS = [
     pytest.param("descriptors", MODES[0], id="descriptors"),
     pytest.param("read", MODES[0], id="read-grouped"),

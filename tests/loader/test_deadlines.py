@@ -12,7 +12,6 @@ from softload.testing import HangingStore
 
 from .harness import (
     LAYERS,
-    MODE_IDS,
     MODES,
     any_of,
     arrived,
@@ -23,6 +22,7 @@ from .harness import (
     load,
     make_pools,
     missed,
+    modes,
     opened,
     put,
     settle,
@@ -30,8 +30,6 @@ from .harness import (
 )
 
 pytestmark = pytest.mark.asyncio
-
-modes = pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
 
 
 @modes

@@ -15,7 +15,6 @@ from softload.testing import HangingStore, RecordingStore
 from .doubles import Held, LyingStore
 from .harness import (
     LAYERS,
-    MODE_IDS,
     MODES,
     PAGE_SIZE,
     Pools,
@@ -28,6 +27,7 @@ from .harness import (
     keys,
     load,
     make_pools,
+    modes,
     opened,
     put,
     settle,
@@ -36,7 +36,6 @@ from .harness import (
 
 pytestmark = pytest.mark.asyncio
 
-modes = pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
 drafts = pytest.mark.parametrize("draft", [DraftMode.PACKED, DraftMode.SIDECAR])
 STORED_APART = [
     pytest.param(DraftMode.SIDECAR, MODES[0], id="sidecar-grouped"),

@@ -23,6 +23,7 @@ from .harness import (
     keys,
     load,
     make_pools,
+    modes,
     opened,
     put,
     settle,
@@ -31,7 +32,6 @@ from .harness import (
 
 pytestmark = pytest.mark.asyncio
 
-modes = pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
 GROUPS = ((0, 1), (1, 2), (2, 4), (4, 5))
 """Layers of `make_pools` in groups: the first one and the one behind the last."""
 BY_LAYERS = [pytest.param(MODES[0], id="grouped"), pytest.param(MODES[2], id="page-ranges")]

@@ -12,8 +12,6 @@ from softload.testing import HangingStore, RecordingStore
 
 from .doubles import LyingStore
 from .harness import (
-    MODE_IDS,
-    MODES,
     arrived,
     assert_outcome,
     busy_lane,
@@ -24,6 +22,7 @@ from .harness import (
     load,
     make_pools,
     missed,
+    modes,
     opened,
     put,
     settle,
@@ -31,8 +30,6 @@ from .harness import (
 )
 
 pytestmark = pytest.mark.asyncio
-
-modes = pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
 
 
 @modes

@@ -9,8 +9,6 @@ from softload import PageStatus
 from softload.testing import HangingStore, RecordingStore
 
 from .harness import (
-    MODE_IDS,
-    MODES,
     Pools,
     any_of,
     arrived,
@@ -21,6 +19,7 @@ from .harness import (
     load,
     make_pools,
     missed,
+    modes,
     opened,
     put,
     settle,
@@ -28,8 +27,6 @@ from .harness import (
 )
 
 pytestmark = pytest.mark.asyncio
-
-modes = pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
 
 
 def page_bytes(pools: Pools) -> int:

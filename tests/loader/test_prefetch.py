@@ -10,8 +10,6 @@ from softload.testing import HangingStore, RecordingStore
 
 from .doubles import LyingStore
 from .harness import (
-    MODE_IDS,
-    MODES,
     any_of,
     arrived,
     assert_outcome,
@@ -21,6 +19,7 @@ from .harness import (
     load,
     make_pools,
     missed,
+    modes,
     opened,
     put,
     settle,
@@ -28,8 +27,6 @@ from .harness import (
 )
 
 pytestmark = pytest.mark.asyncio
-
-modes = pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
 
 
 @modes

@@ -25,8 +25,6 @@ from softload.testing import Fault, FaultKind, FaultyStore
 
 from .doubles import LyingStore
 from .harness import (
-    MODE_IDS,
-    MODES,
     Pools,
     assert_outcome,
     content,
@@ -34,6 +32,7 @@ from .harness import (
     keys,
     load,
     make_pools,
+    modes,
     opened,
     put,
     settle,
@@ -42,8 +41,6 @@ from .harness import (
 )
 
 pytestmark = pytest.mark.asyncio
-
-modes = pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
 
 
 @modes

@@ -50,6 +50,7 @@ class Loads:
     def __init__(self, loader: PageLoader, tasks: anyio.abc.TaskGroup) -> None:
         self._loader = loader
         self._tasks = tasks
+        self.reading: set[str] = set()
         self.outcomes: dict[str, UnitOutcome] = {}
         self.scopes: dict[str, anyio.CancelScope] = {}
 
@@ -58,9 +59,9 @@ class Loads:
         for unit in units:
             self._tasks.start_soon(self._one, unit)
 
-    async def joined(self, objects: int) -> None:
-        """Wait until that many objects are shared."""
-        await eventually(lambda: self._loader.statistics().shared_objects >= objects)
+    async def read(self, *requests: str) -> None:
+        """Wait until these have joined what is on its way, and queued their reads of the rest."""
+        await eventually(lambda: self.reading >= set(requests))
 
     async def ended(self, *requests: str) -> None:
         """Wait until these have their outcomes."""
@@ -68,7 +69,10 @@ class Loads:
 
     async def _one(self, unit: TransferUnit) -> None:
         with anyio.CancelScope() as self.scopes[unit.request_id]:
-            self.outcomes.update(await load(self._loader, unit))
+            async with self._loader.load([unit]) as handle:
+                await handle.admitted()
+                self.reading.add(unit.request_id)
+                self.outcomes.update((await handle.report()).outcomes)
 
 
 def hold_now(hanging: HangingStore, method: str, when: Callable[[Sequence[str]], bool]) -> None:
@@ -89,6 +93,7 @@ async def held_up(
     async with anyio.create_task_group() as tasks:
         loads = Loads(loader, tasks)
         loads.start(pools.unit("blocker", blockers, rows))
+        await loads.read("blocker")
         await arrived(hanging, method, calls)
         yield loads
         await loads.ended("blocker")
@@ -116,12 +121,12 @@ async def test_loads_that_joined_a_read_that_hangs_restore_everything(
             await put(loader, pools, page_keys)
         recording.clear()
         async with held_up(loader, pools, hanging, method, lanes) as loads:
-            queued = loader.statistics().queued_calls
             loads.start(pools.unit("stuck", keys(2), range(2), deadline=1.0))
-            await eventually(lambda: loader.statistics().queued_calls == queued + 2 * objects * parts)
+            await loads.read("stuck")
             for request, page_keys in enumerate(others):
                 loads.start(pools.unit(f"r{request}", page_keys, range(4 * request + 4, 4 * request + 8)))
-            await loads.joined(4 * 2 * objects)
+            await loads.read(*(f"r{request}" for request in range(4)))
+            assert loader.statistics().shared_objects == 4 * 2 * objects
             hold_now(hanging, method, nth_of(nth, "k0"))
             await loads.ended("stuck", *(f"r{request}" for request in range(4)))
             assert hanging.held(method) == 1
@@ -155,11 +160,11 @@ async def test_prefetches_are_served_too_and_later_loads_by_what_they_left(mode:
     async with opened(hanging, pools, **mode, read_lanes=2, read_batch_objects=1) as loader:
         await put(loader, pools, keys(1))
         async with held_up(loader, pools, hanging, method, 2) as loads:
-            queued = loader.statistics().queued_calls
             loads.start(pools.unit("stuck", keys(1), [0], deadline=1.0))
-            await eventually(lambda: loader.statistics().queued_calls > queued)
+            await loads.read("stuck")
+            objects = len(pools.group.specs(loader.config.layout)[pools.group.pools[0].name])
             async with loader.prefetch([pools.unit("next", keys(1))]) as prefetch:
-                await loads.joined(1)
+                await eventually(lambda: loader.statistics().shared_objects == objects)
                 hold_now(hanging, method, nth_of(0, "k0"))
                 assert (await prefetch.landed())["next"] == 1
                 report = await prefetch.place([pools.unit("next", keys(1), [1])])
@@ -223,9 +228,9 @@ async def joined(
         try:
             async with held_up(loader, pools, outer, "read", 2) as loads:
                 loads.start(pools.unit("first", keys(1), [0], deadline=deadline))
-                await eventually(lambda: loader.statistics().queued_calls == 1)
+                await loads.read("first")
                 loads.start(pools.unit("joiner", keys(1), [1], deadline=joiner_deadline))
-                await loads.joined(1)
+                await loads.read("joiner")
                 recording.clear()
                 if inner_holds is not None:
                     inner.hold("read", nth_of(inner_holds, "k0"))
@@ -252,7 +257,7 @@ async def test_a_second_read_is_joined_by_later_loads() -> None:
     async with joined(inner_holds=0) as it:
         await arrived(it.inner, "read")
         it.loads.start(it.pools.unit("newcomer", keys(1), [2]))
-        await it.loads.joined(2)
+        await it.loads.read("newcomer")
         it.inner.release()
         await it.loads.ended("joiner", "newcomer")
         it.assert_served("joiner", "newcomer")
@@ -368,7 +373,7 @@ async def test_closing_with_both_reads_out_answers_everybody(
                 loads.start(pools.unit("first", keys(1), [0]))
                 await arrived(hanging, "read")
                 loads.start(pools.unit("joiner", keys(1), [1]))
-                await loads.joined(1)
+                await loads.read("joiner")
                 await arrived(hanging, "read", 2)
         for request in ("first", "joiner"):
             assert_outcome(loads.outcomes[request], 0, PageStatus.CANCELLED)
@@ -389,9 +394,9 @@ async def test_without_memory_for_it_there_is_no_second_read() -> None:
         await put(loader, pools, keys(10))
         async with held_up(loader, pools, hanging, "read", 2) as loads:
             loads.start(pools.unit("first", keys(10), range(10)))
-            await eventually(lambda: loader.statistics().queued_calls == 10)
+            await loads.read("first")
             loads.start(pools.unit("joiner", keys(10), range(10, 20)))
-            await loads.joined(10)
+            await loads.read("joiner")
             hold_now(hanging, "read", any_of(*keys(10)))
             await arrived(hanging, "read", 2)
             await anyio.sleep(0.06)  # a read is late after 50 ms

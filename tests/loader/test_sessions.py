@@ -317,3 +317,20 @@ async def test_a_lease_shorter_than_any_queue_is_a_miss_and_not_an_endless_resta
         assert loader.statistics().sessions_restarted <= 16 * 6
         pools.assert_rows_kept()
         await settle(loader)
+
+
+async def test_a_master_lost_in_mid_load_is_told_by_the_proof_of_a_read() -> None:
+    """Proofs are questions to the master: what they find out counts, and no live session is risked for a new one."""
+    pools = make_pools(pages=16, layers=20)  # six reads, the last of them when a third of the lease is left
+    lying = LyingStore(store(lease=1.5))
+    slow = FaultyStore(lying, [Fault(FaultKind.SLOW, probability=1.0, seconds=0.21)])
+    async with opened(slow, pools, **RANGES, read_lanes=1, read_batch_objects=1) as loader:
+        await put(loader, pools, keys(1))
+        lying.lie("descriptors", is_of(*keys(1)), PageStatus.STORE_UNREACHABLE, skip=1)  # from the first proof on
+        lying.lie("session_start", is_of(*keys(1)), PageStatus.STORE_UNREACHABLE, skip=1)
+        assert_outcome((await load(loader, pools.unit("a", keys(1), [0])))["a"], 1)
+        pools.assert_restored(keys(1), [0])
+        now = loader.statistics()
+        assert now.sessions_restarted == 0
+        assert now.open_breakers == ("master",)
+        await settle(loader)

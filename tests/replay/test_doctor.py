@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +13,7 @@ from softload.doctor import Check, diagnose
 from softload.errors import StoreSetupError
 from softload.outcomes import PageStatus
 from softload.protocols import Answer, PageStore, PutAnswer, PutRefusal
-from softload.stores import MemoryStore, WrapperStore
+from softload.stores import MemoryStore, WrapperStore, setup_checks
 
 
 def by_name(checks: Sequence[Check]) -> dict[str, Check]:
@@ -28,6 +29,17 @@ def test_memory_store_is_fit() -> None:
     checks = by_name(diagnose("memory://?capacity=1MiB"))
     assert not [check for check in checks.values() if check.ok is False]
     assert {"Python", "torch", "store", "object", "whole read", "sessions", "removal"} <= set(checks)
+
+
+@pytest.mark.mooncake
+def test_ports_that_other_machines_reach_are_told() -> None:
+    pytest.importorskip("mooncake")
+    checks = by_name(diagnose("mooncake://embedded?segment=16MiB"))
+    assert checks["listening"].ok is None
+    assert "connections from other machines on" in checks["listening"].found
+    assert "MC_MIN_RPC_PORT" in checks["listening"].advice
+    assert checks["store"].ok and checks["whole read"].ok
+    assert "listening" not in by_name(diagnose("memory://"))
 
 
 def test_bad_url_is_a_bad_call() -> None:
@@ -51,9 +63,34 @@ class _Full(WrapperStore):
         return [PutRefusal.FULL] * len(keys)
 
 
-def test_store_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    check = diagnose_with(_Full(MemoryStore()), monkeypatch)["put"]
-    assert check.ok is False and "got full" in check.found and "segment=SIZE" in check.advice
+@pytest.mark.parametrize(
+    ("url", "advice"),
+    [
+        ("memory://", "capacity=SIZE"),
+        ("mooncake://embedded", "segment=SIZE, at least 16MiB for each owner"),
+        ("mooncake://10.0.0.7:50051", "some process must give the cluster memory"),
+    ],
+)
+def test_store_without_room(url: str, advice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check = diagnose_with(_Full(MemoryStore()), monkeypatch, url)["put"]
+    assert check.ok is False and "got full" in check.found and advice in check.advice
+
+
+def test_a_memory_store_without_room_for_anything() -> None:
+    check = by_name(diagnose("memory://?capacity=1KiB"))["put"]
+    assert check.ok is False and "capacity=SIZE" in check.advice and "segment" not in check.advice
+
+
+def test_rdma_without_a_device_is_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setup_checks, "_INFINIBAND", tmp_path)
+    url = "mooncake://127.0.0.1:1?protocol=rdma&device=mlx5_3"
+    check = by_name(diagnose(url))["RDMA"]
+    assert check.ok is False and "RDMA devices mlx5_3 to be active" in check.found and "protocol=tcp" in check.found
+    port = tmp_path / "mlx5_3" / "ports" / "1"
+    port.mkdir(parents=True)
+    (port / "state").write_text("4: ACTIVE")
+    assert by_name(diagnose(url))["RDMA"] == Check("RDMA", True, "mlx5_3")
+    assert "RDMA" not in by_name(diagnose("mooncake://127.0.0.1:1"))
 
 
 class _Wrong(WrapperStore):
@@ -88,7 +125,7 @@ def _hanging_descriptors(call):  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize(
     ("versions", "found", "advice"),
     [
-        ({}, "not installed", "softload[mooncake-cpu]"),
+        ({}, "not installed", "pip install exactly one of mooncake-transfer-engine-non-cuda (no accelerator)"),
         (
             {"mooncake-transfer-engine": "0.3.13", "mooncake-transfer-engine-non-cuda": "0.3.13"},
             "expected one wheel",

@@ -122,17 +122,16 @@ class CheckedWorld(World):
         if request.clean is not None and not user.cancelled:
             assert restored >= request.clean, (outcome, request.clean)
         assert request.rows is not None
+        request.draftless = "zero" if self._is_zeroed(outcome) else "any"
         for page in range(restored):
-            draft = "any"
-            if self.draft is not DraftMode.NONE:
-                draft = "good" if page < outcome.draft_pages else "zero" if self._is_zeroed(user, outcome) else "any"
+            draft = "good" if page < outcome.draft_pages else request.draftless
             self.engine.check_page(request.rows[page], request.keys[page], draft)
         for pool in self.engine.pools.pools:
             good = outcome.draft_pages if pool.name.is_draft else restored
             states = [self.context.slots.state(pool, row) for row in request.rows]
             assert states == [SlotState.COMMITTED] * good + [SlotState.RELEASED] * (len(states) - good), pool.name
 
-    def _is_zeroed(self, user: User, outcome: UnitOutcome) -> bool:
+    def _is_zeroed(self, outcome: UnitOutcome) -> bool:
         """Whether the draft's slots past its own pages must hold zeros.
 
         After a deadline or a cancel one more chunk of them is written, so all of them where a chunk holds them all.
@@ -175,7 +174,7 @@ class CheckedWorld(World):
         self.touchable = active
         for held in self.cache:
             for page, (row, key) in enumerate(zip(held.rows, held.keys, strict=True)):
-                draft = "any" if self.draft is DraftMode.NONE or page in held.zero_draft else "good"
+                draft = held.draftless if page in held.without_draft else "good"
                 self.engine.check_page(row, key, draft)
 
     def _check_segments(self) -> None:

@@ -201,7 +201,8 @@ class LoaderMachine(CheckedWorld, RuleBasedStateMachine):
             restored, drafted = request.result.restored_pages, request.result.draft_pages
             self.engine.compute(request.rows[restored:], request.keys[restored:])
             self.loader.computed(request.unit, range(restored, len(request.keys)))
-            self.cache.append(Held(request.name, request.keys, request.rows, range(drafted, restored)))
+            lacking = range(drafted, restored)
+            self.cache.append(Held(request.name, request.keys, request.rows, lacking, request.draftless))
         else:
             self.engine.give(request.rows)
 

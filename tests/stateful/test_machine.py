@@ -15,6 +15,9 @@ from softload.geometry import DraftMode
 from .machine import LoaderMachine
 
 DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
+ONE_CHUNK = 1 << 20
+"""More than any draft: after a deadline all of its slots are zeroed that it left."""
+
 TINY = 192 << 10
 """Landing memory for three units at a time: others wait, or are shed."""
 
@@ -24,10 +27,12 @@ CASES: dict[str, dict[str, Any]] = {
     "grouped-sidecar": {"draft": DraftMode.SIDECAR},
     "grouped-sidecar-required": {"draft": DraftMode.SIDECAR, "draft_policy": DraftPolicy.REQUIRE},
     "grouped-packed": {"draft": DraftMode.PACKED, "integrity": Integrity.FULL},
+    "grouped-sidecar-one-chunk": {"draft": DraftMode.SIDECAR, "copy_chunk_bytes": ONE_CHUNK},
+    "grouped-packed-one-chunk": {"draft": DraftMode.PACKED, "copy_chunk_bytes": ONE_CHUNK},
     "grouped-tiny": {"landing_bytes": TINY, "draft": DraftMode.SIDECAR},
     "grouped-evicting": {"store_bytes": 256 << 10},
     "page": {"layout": Layout.PAGE},
-    "page-packed": {"layout": Layout.PAGE, "draft": DraftMode.PACKED},
+    "page-packed": {"layout": Layout.PAGE, "draft": DraftMode.PACKED, "copy_chunk_bytes": ONE_CHUNK},
     "ranges": {"layout": Layout.PAGE, "read_mode": ReadMode.RANGES, "read_lanes": 1},
     "ranges-packed": {"layout": Layout.PAGE, "read_mode": ReadMode.RANGES, "read_lanes": 1, "draft": DraftMode.PACKED},
     "ranges-sidecar-tiny": {

@@ -46,6 +46,8 @@ class Request:
     layers_given: int = 0
     landed: int | None = None
     outcome: UnitOutcome | None = None
+    draftless: str = "zero"
+    """What restored pages without their draft hold in its slots: `zero`, or `any` of zeros and what was there."""
 
     @property
     def result(self) -> UnitOutcome:
@@ -80,7 +82,10 @@ class Held:
     name: str
     keys: tuple[str, ...]
     rows: list[int]
-    zero_draft: range = range(0)
+    without_draft: range = range(0)
+    draftless: str = "zero"
+    """What the pages `without_draft` hold in the draft's slots, see `Request`."""
+
     saving: int = 0
 
 

@@ -206,14 +206,14 @@ def test_owners_that_do_not_come_up_leave_nothing(monkeypatch: pytest.MonkeyPatc
 
 def test_without_a_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(StoreSetupError, match=r"softload\[mooncake-cpu\]"):
+    with pytest.raises(StoreSetupError, match="pip install exactly one of mooncake-transfer-engine-non-cuda"):
         MooncakeCluster(segment=1 << 20, lease=1.0).start()
 
 
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (ModuleNotFoundError("No module named 'mooncake'"), r"softload\[mooncake-cpu\]"),
+        (ModuleNotFoundError("No module named 'mooncake'"), "pip install exactly one of mooncake-transfer-engine-non-"),
         (ImportError("libibverbs.so.1: cannot open shared object file"), "apt-get install libibverbs1"),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 from softload.outcomes import PageStatus
 from softload.protocols import Descriptor, PageStore
 from softload.stores import MemoryStore
-from softload.testing import Fault, FaultKind, FaultyStore, parse_fault
+from softload.testing import Fault, FaultKind, FaultyStore, Moment, parse_fault
 from softload.testing.store_suite import Buffer
 
 SIZE = 100
@@ -52,6 +52,10 @@ def read(store: PageStore, keys: list[str] = KEYS) -> tuple[list[object], list[b
         ("corrupt=0.01", Fault(FaultKind.CORRUPT, probability=0.01)),
         ("draft-loss=0.2", Fault(FaultKind.DRAFT_LOSS, probability=0.2)),
         ("kill-owner@10", Fault(FaultKind.KILL_OWNER, seconds=10.0)),
+        ("kill-owner@landed:.5", Fault(FaultKind.KILL_OWNER, moment=Moment.LANDED, lasts=0.5)),
+        ("freeze-owner@3:2", Fault(FaultKind.FREEZE_OWNER, seconds=3.0, lasts=2.0)),
+        ("freeze-master@admission", Fault(FaultKind.FREEZE_MASTER, moment=Moment.ADMISSION)),
+        ("kill-master@1:5", Fault(FaultKind.KILL_MASTER, seconds=1.0, lasts=5.0)),
         ("restart-master@2.5", Fault(FaultKind.RESTART_MASTER, seconds=2.5)),
     ],
 )
@@ -62,7 +66,7 @@ def test_parsing(text: str, fault: Fault) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("explode=1", "expected one of evict=P.*kill-master@SECONDS.*, got 'explode'"),
+        ("explode=1", "expected one of evict=P.*kill-master@SECONDS.*; got 'explode'"),
         ("evict", "expected evict=P"),
         ("evict@3", "expected evict=P"),
         ("evict=1.5", "expected a probability of at most 1, got 1.5"),
@@ -70,6 +74,9 @@ def test_parsing(text: str, fault: Fault) -> None:
         ("slow=0.5", "expected slow=P:SECONDS"),
         ("hang=0.5:1", "expected hang=N:SECONDS"),
         ("kill-owner=3", "expected kill-owner@SECONDS"),
+        ("kill-owner@sunset", "expected kill-owner@SECONDS"),
+        ("freeze-master@3:", "expected freeze-master@SECONDS"),
+        ("restart-master@3:5", "expected restart-master@SECONDS"),
         ("", "got ''"),
     ],
 )

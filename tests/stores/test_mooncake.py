@@ -50,7 +50,7 @@ def store(native: Native, monkeypatch: pytest.MonkeyPatch) -> Iterator[MooncakeS
     store = MooncakeStore(master="127.0.0.1:1")
     monkeypatch.setattr(store, "_prepare", lambda: lambda: native)
     monkeypatch.setattr("softload.stores.mooncake.probe_master", lambda address: "127.0.0.1")
-    monkeypatch.setattr("softload.stores.mooncake.accepts", lambda address: True)
+    monkeypatch.setattr("softload.stores.master_contact.accepts", lambda address: True)
     monkeypatch.setattr("softload.stores.mooncake.is_alive", lambda address: True)
     monkeypatch.setattr("softload.stores.mooncake.native_library", lambda: None)
     store.open()
@@ -200,7 +200,7 @@ def test_no_descriptor_at_all_is_looked_into(
 def test_no_descriptor_at_all_because_nobody_is_at_the_masters_address(
     store: MooncakeStore, native: Native, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("softload.stores.mooncake.accepts", lambda address: False)
+    monkeypatch.setattr("softload.stores.master_contact.accepts", lambda address: False)
     native.answers["batch_get_replica_desc"] = {}
     assert list(store.descriptors(["a", "b"])) == [PageStatus.STORE_UNREACHABLE] * 2
     assert native.count("batch_is_exist") == 0
@@ -327,8 +327,11 @@ def test_setup_that_fails(native: Native, monkeypatch: pytest.MonkeyPatch) -> No
     store = MooncakeStore(master="127.0.0.1:1", protocol="rdma", device="mlx5_0")
     monkeypatch.setattr(store, "_prepare", lambda: lambda: native)
     monkeypatch.setattr("softload.stores.mooncake.probe_master", lambda address: "127.0.0.1")
+    monkeypatch.setattr("softload.stores.setup_checks.probe_rdma", lambda device: None)
     native.answers["setup"] = -1
-    with pytest.raises(StoreSetupError, match="expected Mooncake's setup .* got -1: protocol 'rdma', device 'mlx5_0'"):
+    with pytest.raises(
+        StoreSetupError, match="Mooncake's setup .* got -1 with protocol 'rdma', device 'mlx5_0'.* is the device there"
+    ):
         store.open()
     store.close()
     assert native.count("close") == 0
@@ -347,3 +350,45 @@ def test_a_master_that_accepts_and_is_silent() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         with pytest.raises(StoreSetupError, match="start mooncake_master there"):
             probe_master(f"127.0.0.1:{silent.getsockname()[1]}", deadline=0.1)
+
+
+def test_a_master_that_is_gone_is_not_asked_until_it_listens_again(
+    store: MooncakeStore, native: Native, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The native client would try for four seconds in every call."""
+    listens = False
+    monkeypatch.setattr("softload.stores.master_contact.accepts", lambda address: listens)
+    native.answers.update(batch_is_exist=[-900], batch_get_into=[10], batch_get_into_multi_buffer_ranges=[10])
+    assert list(store.exists(["a"])) == [PageStatus.STORE_UNREACHABLE]
+    for call in (lambda: store.exists(["a"]), lambda: store.read(["a"], [1], [10]), lambda: store.descriptors(["a"])):
+        assert list(call()) == [PageStatus.STORE_UNREACHABLE]
+    assert (native.count("batch_is_exist"), native.count("batch_get_into")) == (1, 0)
+    assert list(store.read_ranges(["a"], [[1]], [[10]], [[0]])) == [10], "ranges need no master"
+    listens = True
+    assert list(store.read(["a"], [1], [10])) == [10]
+
+
+def test_who_waits_behind_a_question_to_a_dead_master_does_not_ask(
+    store: MooncakeStore, native: Native, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that is out when the master dies tries for four seconds; those behind it look whether anybody listens."""
+    monkeypatch.setattr("softload.stores.master_contact.accepts", lambda address: False)
+    asked, goes_on = threading.Event(), threading.Event()
+
+    def ask(keys: list[str]) -> dict[str, object]:
+        asked.set()
+        goes_on.wait(10)
+        return {}
+
+    native.answers["batch_get_replica_desc"] = ask
+    answers: list[object] = []
+    first = threading.Thread(target=lambda: answers.extend(store.descriptors(["a"])))
+    first.start()
+    try:
+        assert asked.wait(10)
+        assert list(store.descriptors(["b"])) == [PageStatus.STORE_UNREACHABLE]
+    finally:
+        goes_on.set()
+        first.join(10)
+    assert answers == [PageStatus.STORE_UNREACHABLE]
+    assert native.count("batch_get_replica_desc") == 1

@@ -62,7 +62,22 @@ def test_mooncake_stores_are_made_without_a_mooncake() -> None:
         ("memory://?high_watermark=x", "high_watermark: expected a number, got 'x'"),
         ("memory://?high_watermark=2", "high_watermark: expected a fraction above 0 and at most 1, got 2.0"),
         ("mooncake://embedded?owners=-1", "owners: expected a whole number, got '-1'"),
-        ("mooncake://embedded?segment=0", "segment: expected a value above 0, got 0"),
+        ("mooncake://embedded?segment=0", "segment: expected at least 16MiB, got 0 bytes"),
+        (
+            "mooncake://embedded?segment=20MiB&owners=2",
+            "segment: expected at least 16MiB for each of 2 owners, got 2097",
+        ),
+        ("mooncake://embedded?owners=100000", "segment: expected at least 16MiB for each of 100000 owners"),
+        ("mooncake://embedded?lease=0.1ms", "lease: expected at least 1ms, got 0.0001 seconds"),
+        ("mooncake://embedded?client_ttl=1.5s", "client_ttl: expected whole seconds, at least 1, got 1.5"),
+        ("memory://?capacity", "expected NAME=VALUE after '.', parted by '&', got 'capacity'"),
+        ("memory://?&&", "expected NAME=VALUE after '.', parted by '&', got ''"),
+        ("memory://?lease=1s&lease=2s", "lease: expected it once, got '1s' and '2s'"),
+        ("mooncake://[::1", "'mooncake://.::1': Invalid IPv6 URL"),
+        ("mooncake://user@host:5", "got 'user@host:5'"),
+        ("mooncake://10.0.0.7:50051?segment=1MiB", "segment: expected at least 16MiB, got 1048576 bytes"),
+        ("mooncake://10.0.0.7:50051?protocol=foo", "protocol: expected tcp or rdma, got 'foo'"),
+        ("mooncake://10.0.0.7:50051?metadata=x", "metadata: expected P2PHANDSHAKE, or the address .* got 'x'"),
         ("mooncake://embedded?protocol=rdma", "got 'protocol'"),
         ("mooncake://10.0.0.7", "mooncake://embedded or mooncake://host:port, got '10.0.0.7'"),
         ("mooncake://10.0.0.7:port", "got '10.0.0.7:port'"),
@@ -70,5 +85,6 @@ def test_mooncake_stores_are_made_without_a_mooncake() -> None:
     ],
 )
 def test_what_is_wrong_is_named(url: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as caught:
         open_store(url)
+    assert str(caught.value).startswith(repr(url))

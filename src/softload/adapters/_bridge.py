@@ -1,18 +1,21 @@
-"""A `PageLoader` for engines without an event loop: one daemon thread, one loop, one blocking portal."""
+"""A `PageLoader` for engines without an event loop: one daemon thread, one loop, one way to it."""
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import threading
 import time
 import weakref
-from collections.abc import Awaitable, Callable
-from concurrent.futures import CancelledError, Future
-from typing import TypeVar
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import CancelledError, Future, InvalidStateError
+from contextlib import suppress
+from typing import Any, TypeVar
 
 import anyio
+import anyio.abc
 import structlog
-from anyio.from_thread import BlockingPortal
 
 from softload.errors import LoaderClosedError, StoreSetupError
 from softload.loader import PageLoader
@@ -39,7 +42,11 @@ class LoaderBridge:
     def __init__(self, make_loader: Callable[[], PageLoader], *, retry_seconds: float = 10.0) -> None:
         self._make_loader = make_loader
         self._retry_seconds = retry_seconds
-        self._portal: BlockingPortal | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._handed: deque[Callable[[], Awaitable[None]]] = deque()
+        """What other threads want to run, on its way to the loop."""
+        self._futures: set[Future[Any]] = set()
+        self._arrived: anyio.Event | None = None
         self._stop: anyio.Event | None = None
         self._attempted = threading.Event()
         self._ended = threading.Event()
@@ -79,18 +86,43 @@ class LoaderBridge:
         return self._loader is not None
 
     def spawn(self, function: Callable[[], Awaitable[T]]) -> Future[T]:
-        """Run a coroutine function on the loop, now; cancelling the future cancels it.
+        """Have the loop run a coroutine function; cancelling the future cancels it.
+
+        Returns at once, whatever the loop does meanwhile: an engine's thread waits for nothing here.
 
         Raises:
             LoaderClosedError: the bridge was not started, or is closed.
         """
-        portal = self._portal
-        if portal is None or self._ended.is_set():
+        loop = self._loop
+        if loop is None or self._ended.is_set():
             raise LoaderClosedError("the loader's event loop does not run")
+        future: Future[T] = Future()
+        self._futures.add(future)
+        future.add_done_callback(self._futures.discard)
+        self._handed.append(lambda: _carry(function, future))
         try:
-            return portal.start_task_soon(function)
-        except RuntimeError as error:  # the portal is closing
+            loop.call_soon_threadsafe(self._wake)
+        except RuntimeError as error:  # the loop is closed
+            future.cancel()
             raise LoaderClosedError("the loader's event loop has ended") from error
+        return future
+
+    def spawn_all(self, functions: Sequence[Callable[[], Coroutine[Any, Any, None]]]) -> Future[None]:
+        """Run coroutine functions on the loop, started in order; the future is done when all have ended.
+
+        For an engine's step with many orders: a `spawn` wakes the loop, which may then keep the interpreter for some
+        milliseconds. An exception of one would cancel the others, so they must raise none.
+
+        Raises:
+            LoaderClosedError: the bridge was not started, or is closed.
+        """
+
+        async def run() -> None:
+            async with anyio.create_task_group() as tasks:
+                for function in functions:
+                    tasks.start_soon(function)
+
+        return self.spawn(run)
 
     def call(self, function: Callable[[], Awaitable[T]], timeout: float) -> T:
         """Run a coroutine function on the loop and wait for it.
@@ -121,12 +153,10 @@ class LoaderBridge:
         if self._thread is None:
             return True
         until = time.monotonic() + timeout
-        portal, stop = self._portal, self._stop
-        if portal is not None and stop is not None and not self._ended.is_set():
-            try:
-                portal.start_task_soon(_set, stop)
-            except RuntimeError:
-                pass  # it is ending by itself
+        loop, stop = self._loop, self._stop
+        if loop is not None and stop is not None and not self._ended.is_set():
+            with suppress(RuntimeError):  # it is ending by itself
+                loop.call_soon_threadsafe(stop.set)
         return self._ended.wait(max(0.0, until - time.monotonic()))
 
     def _run(self) -> None:
@@ -140,16 +170,33 @@ class LoaderBridge:
             self._loader = None
             self._ended.set()
             self._attempted.set()
+            for future in list(self._futures):  # what came too late to be started
+                future.cancel()
+
+    def _wake(self) -> None:
+        if self._arrived is not None:
+            self._arrived.set()
 
     async def _main(self) -> None:
         self._stop = anyio.Event()
-        async with BlockingPortal() as portal:
-            self._portal = portal
+        self._arrived = anyio.Event()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._take_in, tasks)
+            self._loop = asyncio.get_running_loop()
             try:
                 await self._serve(self._stop)
             finally:
                 self._loader = None
-                await portal.stop(cancel_remaining=True)
+                tasks.cancel_scope.cancel()
+
+    async def _take_in(self, tasks: anyio.abc.TaskGroup) -> None:
+        """Start what other threads want to run, in their order."""
+        while True:
+            assert self._arrived is not None
+            await self._arrived.wait()
+            self._arrived = anyio.Event()
+            while self._handed:
+                tasks.start_soon(self._handed.popleft())
 
     async def _serve(self, stop: anyio.Event) -> None:
         told = ""
@@ -171,8 +218,28 @@ class LoaderBridge:
                     await stop.wait()
 
 
-async def _set(event: anyio.Event) -> None:
-    event.set()
+async def _carry(function: Callable[[], Awaitable[T]], future: Future[T]) -> None:
+    """Run it, and tell its future what came of it."""
+    loop = asyncio.get_running_loop()
+    with anyio.CancelScope() as scope:
+
+        def on_done(done: Future[T]) -> None:
+            if done.cancelled():
+                with suppress(RuntimeError):  # the loop has ended, and this with it
+                    loop.call_soon_threadsafe(scope.cancel)
+
+        future.add_done_callback(on_done)
+        try:
+            result = await function()
+        except Exception as error:
+            with suppress(InvalidStateError):  # cancelled meanwhile
+                future.set_exception(error)
+        except BaseException:
+            future.cancel()
+            raise
+        else:
+            with suppress(InvalidStateError):
+                future.set_result(result)
 
 
 def _close_at_exit(reference: weakref.ref[LoaderBridge]) -> None:

@@ -66,6 +66,7 @@ class Ledger:
         if job.restored < job.promised:
             statuses = job.missed_statuses()
             metrics.missed_pages.update(statuses)
+            metrics.missed_requests += 1
             self._judge(job, statuses)
 
     def saving(self, job: Job) -> None:

@@ -114,6 +114,7 @@ class Metrics:
     lookups_refused: Counter[str] = field(default_factory=Counter)
     restored_pages: int = 0
     computed_pages: int = 0
+    missed_requests: int = 0
     missed_pages: Counter[str] = field(default_factory=Counter)
     draft_pages: int = 0
     draft_dropped: int = 0

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+import psutil  # type: ignore[import-untyped]
+
 from softload.config import DraftPolicy, Integrity, Layout, LoaderConfig
 from softload.replay.shapes import DraftKind, find_shape
 from softload.replay.synthetic import synthetic_trace
 from softload.replay.trace import TraceRequest, read_trace
-from softload.stores import open_store
+from softload.stores import EmbeddedMooncakeStore, open_store
 from softload.testing.faults import Fault, FaultKind, parse_fault
 
 __all__ = ["AdmissionMode", "ReplayOptions", "SchedulerOptions"]
@@ -111,6 +113,9 @@ class ReplayOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        memory = psutil.virtual_memory().total
+        if self.landing is not None and self.landing > memory:
+            raise ValueError(f"landing: expected less than this machine's {memory} bytes of memory, got {self.landing}")
         if self.requests is not None and self.requests < 1:
             raise ValueError(f"requests: expected at least 1, got {self.requests}")
         find_shape(self.shape)
@@ -118,6 +123,11 @@ class ReplayOptions:
         self.loader()
         self.parsed_faults()
         open_store(self.store)
+
+    @property
+    def finds_flipped_bytes(self) -> bool:
+        """Whether the loader looks at every byte: layout `page` has no digests, and `sample` reads one in 64."""
+        return self.layout is Layout.GROUPED and self.integrity is Integrity.FULL
 
     def scheduler(self) -> SchedulerOptions:
         """The scheduler's part."""
@@ -152,8 +162,12 @@ class ReplayOptions:
         faults = tuple(parse_fault(spec) for spec in self.faults)
         for fault, spec in zip(faults, self.faults, strict=True):
             if fault.kind.is_scheduled:
+                self._check_cluster(fault, spec)
+            if fault.kind is FaultKind.CORRUPT and not self.finds_flipped_bytes:
                 raise ValueError(
-                    f"fault {spec!r}: expected a fault of calls, got one of the cluster: a later release has them"
+                    f"fault {spec!r}: expected layout grouped with integrity full, whose digests find a flipped byte, "
+                    f"got layout {self.layout} with integrity {self.integrity}: the replay would end with bad pages "
+                    "that nothing could have refused"
                 )
             own_objects = self.draft is DraftKind.SIDECAR or self.layout is Layout.GROUPED
             if fault.kind is FaultKind.DRAFT_LOSS and (self.draft is DraftKind.NONE or not own_objects):
@@ -162,6 +176,15 @@ class ReplayOptions:
                     f"got draft {self.draft} in layout {self.layout}"
                 )
         return faults
+
+    def _check_cluster(self, fault: Fault, spec: str) -> None:
+        store = open_store(self.store)
+        owners = store.cluster.owner_count if isinstance(store, EmbeddedMooncakeStore) else None
+        if owners is None or (fault.kind.needs_owner and not owners):
+            raise ValueError(
+                f"fault {spec!r}: expected a cluster of the replay's own, --store 'mooncake://embedded?owners=N', "
+                f"got {self.store!r}"
+            )
 
     def read_requests(self) -> list[TraceRequest]:
         """The requests to replay.

@@ -20,6 +20,9 @@ def summary_table(figures: Mapping[str, Any]) -> Table:
     table = Table(title=title, show_header=False, title_justify="left")
     table.add_column(no_wrap=True)
     table.add_column(justify="left", overflow="fold")
+    table.caption_justify = "left"
+    bad = [name.replace("_", " ") for name in ZEROS if figures[name]]
+    table.caption = f"NOT CLEAN: {', '.join(bad)}" if bad else "clean: nothing was lost, leaked or mismatched"
     for section in (_pages(figures), _times(figures), _zeros(figures)):
         for name, value in section:
             table.add_row(name, value)
@@ -43,11 +46,18 @@ def _pages(figures: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     )
     yield "computed", f"{figures['computed_pages']:,}"
     promised = figures["lookup_pages"]
+    missed = sum(figures["missed_pages"].values())
     yield (
-        "missed after lookup",
-        f"{sum(figures['missed_pages'].values()):,} of {promised:,} {_counts(figures['missed_pages'])}",
+        "found, not restored",
+        f"{missed:,} of {promised:,}"
+        + (f", {figures['missed_requests']:,} requests: {_counts(figures['missed_pages'])}" if missed else ""),
     )
     yield "saved", _counts(figures["saved_pages"]) or "none"
+    if figures["missed_pages"].get("shed") or figures["saved_pages"].get("shed"):
+        yield (
+            "hint",
+            f"shed: landing memory was taken, or too many calls hung; --landing is {figures['landing_bytes']:,} bytes",
+        )
     if figures["draft"] != "none":
         yield "draft pages", f"{figures['draft_pages']:,}, dropped {figures['draft_dropped']:,}"
     if figures["late_failures"]:
@@ -55,8 +65,8 @@ def _pages(figures: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     if figures["faults"]:
         yield "faults", ", ".join(figures["faults"])
         yield (
-            "untouched, promise broken",
-            f"{figures['promised_unrestored']:,} {_counts(figures['promised_unrestored_pages'])}",
+            "cut without a fault",
+            f"{figures['promised_unrestored']:,} requests {_counts(figures['promised_unrestored_pages'])}",
         )
 
 
@@ -70,6 +80,7 @@ def _times(figures: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
         ("idle_loop_lag_ms", "lag of an idle loop beside it"),
     ):
         yield label, ", ".join(f"{key.replace('_', '.')} {value:.2f}" for key, value in figures[name].items()) + " ms"
+    yield "quarantine peak", f"{figures['quarantined_bytes_peak']:,} bytes"
     yield "memory", f"{figures['rss_mid'] / 1e6:,.0f} MB at half, {figures['rss_end'] / 1e6:,.0f} MB at the end"
 
 
@@ -79,7 +90,6 @@ def _zeros(figures: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
         yield name.replace("_", " "), f"[red]{value:,}[/red]" if value else "0"
     if figures["exceptions"]:
         yield "", _counts(figures["exceptions_by_type"])
-    yield "quarantine peak", f"{figures['quarantined_bytes_peak']:,} bytes"
 
 
 def _share(part: int, whole: int) -> str:

@@ -9,6 +9,7 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import nullcontext
 from urllib.parse import parse_qs, urlsplit
 
 import anyio
@@ -31,9 +32,9 @@ from softload.replay.recorder import Recorder
 from softload.replay.scheduler import Scheduler
 from softload.replay.shapes import build_pools, find_shape
 from softload.replay.trace import TraceRequest
-from softload.stores import open_store, parse_size
+from softload.stores import EmbeddedMooncakeStore, QuietStart, open_store, parse_size
 from softload.telemetry import Statistics
-from softload.testing.faults import FaultyStore
+from softload.testing import ClusterFaults, FaultyStore, MomentStore
 from softload.transfer import PoolName
 
 __all__ = ["ZEROS", "is_clean", "replay"]
@@ -43,7 +44,8 @@ _POOL_BYTES = 1 << 30
 _MAX_DECODE_STEPS = 8
 _COMPUTE_THREADS = 2
 _QUIET_SECONDS = 2.0
-_SETTLE_SECONDS = 60.0
+_SETTLE_SECONDS = 90.0
+"""A write whose owner was killed comes back after a minute."""
 _COLLECT_SECONDS = 5.0
 _DEFAULT_STORE_BYTES = {"memory": 1 << 30, "mooncake": 256 * MIB}
 
@@ -81,13 +83,22 @@ async def replay(
     capacity = _store_pages(options.store, pools, options.layout)
     metrics = Metrics()
     config = options.loader()
-    store: PageStore = open_store(options.store)
+    opened = open_store(options.store)
+    store: PageStore = QuietStart(opened)
+    faults = options.parsed_faults()
+    happening: ClusterFaults | None = None
+    of_cluster = [fault for fault in faults if fault.kind.is_scheduled]
+    if of_cluster:
+        assert isinstance(opened, EmbeddedMooncakeStore)  # checked with the options
+        store = moments = MomentStore(store)
+        happening = ClusterFaults(opened.cluster, of_cluster, moments)
     faulty: FaultyStore | None = None
-    if options.faults:
-        store = faulty = FaultyStore(
-            store, options.parsed_faults(), seed=options.seed, is_draft=_draft_keys(pools, config)
-        )
+    if len(faults) > len(of_cluster):
+        of_calls = [fault for fault in faults if not fault.kind.is_scheduled]
+        store = faulty = FaultyStore(store, of_calls, seed=options.seed, is_draft=_draft_keys(pools, config))
     touched = None if faulty is None else _touched_by(faulty, pools, config)
+    if happening is not None:  # whatever was promised may be gone
+        touched = _any_job
     ledger = Ledger(metrics, LruBound(capacity), options.draft, touched)
     max_pages = num_pages // 2
     metrics.cut_pages = sum(max(0, len(r.full_blocks) * shape.pages_per_block - max_pages) for r in requests)
@@ -102,7 +113,7 @@ async def replay(
             async with PageLoader(store, pools, config=config, on_call=on_call) as loader:
                 scheduler = Scheduler(loader, memory, ledger, executor, options.scheduler(), recorder)
                 started = time.perf_counter()
-                with LagProbe() as probe, idle_loop_lag() as idle:
+                with LagProbe() as probe, idle_loop_lag() as idle, happening or nullcontext():
                     async with anyio.create_task_group() as tasks:
                         tasks.start_soon(_watch, metrics, len(requests), progress)
                         tasks.start_soon(_keep_heap_small)
@@ -110,7 +121,6 @@ async def replay(
                         metrics.rss_mid = metrics.rss_mid or resident_bytes()  # over before anybody looked
                         tasks.cancel_scope.cancel()
                     wall = time.perf_counter() - started
-                await loader.drain()
                 statistics = await _settled(loader)
                 _collect()
                 rss_end = resident_bytes()
@@ -139,12 +149,17 @@ async def replay(
         "landing_bytes": config.landing_bytes,
         "max_running": options.max_running,
         "faults": list(options.faults),
+        "happened": [] if happening is None else happening.happened,
         "seed": options.seed,
         "trace": "synthetic" if options.trace is None else options.trace.name,
         "python": platform.python_version(),
         "cpus": os.cpu_count(),
     }
     return figures
+
+
+def _any_job(_: Job) -> bool:
+    return True
 
 
 def is_clean(figures: dict[str, object]) -> bool:
@@ -164,6 +179,7 @@ def _figures(metrics: Metrics, bound: LruBound, statistics: Statistics, wall: fl
         "lookups_refused": dict(metrics.lookups_refused),
         "restored_pages": metrics.restored_pages,
         "computed_pages": metrics.computed_pages,
+        "missed_requests": metrics.missed_requests,
         "missed_pages": {str(status): count for status, count in metrics.missed_pages.most_common()},
         "lru_bound_pages": bound.hit_pages,
         "draft_pages": metrics.draft_pages,
@@ -180,6 +196,7 @@ def _figures(metrics: Metrics, bound: LruBound, statistics: Statistics, wall: fl
         "quarantined_bytes": statistics.quarantined_bytes,
         "quarantined_bytes_peak": statistics.quarantined_bytes_peak,
         "open_sessions": statistics.open_sessions,
+        "stuck_threads": statistics.stuck_threads,
         "rss_mid": metrics.rss_mid,
         "bytes_loaded": statistics.bytes_loaded,
         "bytes_saved": statistics.bytes_saved,
@@ -292,10 +309,7 @@ async def _keep_heap_small() -> None:
 
 
 async def _settled(loader: PageLoader) -> Statistics:
-    """The loader's figures once calls that outlived their deadline have returned, or after a minute."""
-    until = time.monotonic() + _SETTLE_SECONDS
-    while (statistics := loader.statistics()).quarantined_bytes:
-        if time.monotonic() > until:
-            break
-        await asyncio.sleep(0.05)
-    return statistics
+    """The loader's figures once calls that outlived their deadline have returned, or when that takes too long."""
+    with anyio.move_on_after(_SETTLE_SECONDS):
+        await loader.drain()
+    return loader.statistics()

@@ -4,6 +4,7 @@ from softload.stores.cluster import MooncakeCluster
 from softload.stores.embedded import EmbeddedMooncakeStore
 from softload.stores.memory import MemoryStatistics, MemoryStore
 from softload.stores.mooncake import MooncakeStore
+from softload.stores.quiet_start import QuietStart
 from softload.stores.urls import open_store, parse_duration, parse_size
 from softload.stores.wrapper import WrapperStore
 
@@ -13,6 +14,7 @@ __all__ = [
     "MemoryStore",
     "MooncakeCluster",
     "MooncakeStore",
+    "QuietStart",
     "WrapperStore",
     "open_store",
     "parse_duration",

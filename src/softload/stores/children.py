@@ -9,8 +9,10 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import IO, Final
 
 __all__ = ["Child"]
@@ -22,6 +24,8 @@ _DIE_WITH_PARENT: Final = (
     "ctypes.CDLL(None).prctl(1, signal.SIGKILL)\n"
     "if os.getppid() == int(sys.argv[1]): os.execv(sys.argv[2], sys.argv[2:])\n"
 )
+
+_FREEZE_SECONDS: Final = 5.0
 
 _Order = tuple[list[str], dict[str, str], IO[bytes], "Future[subprocess.Popen[bytes]]"]
 _orders: queue.SimpleQueue[_Order] = queue.SimpleQueue()
@@ -89,8 +93,12 @@ class Child:
         return os.pread(self._output.fileno(), limit, start).decode(errors="replace")
 
     def freeze(self) -> None:
-        """Stop it where it is."""
+        """Stop it where it is; when this returns no thread of it runs any more."""
         self._process.send_signal(signal.SIGSTOP)
+        # The signal takes its time to reach every thread, and one that still runs would answer.
+        until = time.monotonic() + _FREEZE_SECONDS
+        while self.alive and not _is_stopped(self.pid) and time.monotonic() < until:
+            time.sleep(0.001)
 
     def thaw(self) -> None:
         """Let it go on."""
@@ -102,3 +110,13 @@ class Child:
         self._process.wait()
         if not self._output.closed:
             self._output.close()
+
+
+def _is_stopped(pid: int) -> bool:
+    states = []
+    for task in Path(f"/proc/{pid}/task").glob("*/stat"):
+        try:
+            states.append(task.read_text().rpartition(")")[2].split()[0])
+        except FileNotFoundError:  # the thread has ended
+            continue
+    return all(state in "TtZX" for state in states)

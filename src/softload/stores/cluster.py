@@ -22,8 +22,8 @@ from softload.stores.probe import accepts
 __all__ = ["INSTALL_HINT", "MooncakeCluster"]
 
 INSTALL_HINT: Final = (
-    "install exactly one of softload[mooncake-cpu] (no accelerator), softload[mooncake] (CUDA 12) and "
-    "softload[mooncake-cuda13]"
+    "pip install exactly one of mooncake-transfer-engine-non-cuda (no accelerator), mooncake-transfer-engine (CUDA 12) "
+    "and mooncake-transfer-engine-cuda13"
 )
 
 _START_DEADLINE: Final = 15.0
@@ -33,7 +33,8 @@ _POLL: Final = 0.02
 class MooncakeCluster:
     """The master that ships with the wheel, and `owners` processes that share a segment between them.
 
-    `master` and `owners` are handles with pids, for tests that freeze or kill them.
+    `master` and `owners` (`owner_count` of them, once it is started) are handles with pids, for tests that freeze or
+    kill them.
 
     Args:
         segment: bytes of memory that the owners have together.
@@ -55,7 +56,7 @@ class MooncakeCluster:
         client_ttl: float | None = None,
     ) -> None:
         self._segment = segment
-        self._owner_count = owners
+        self.owner_count = owners
         flags = [f"--default_kv_lease_ttl={round(lease * 1000)}", "--enable_metric_reporting=false"]
         if high_watermark is not None:
             flags.append(f"--eviction_high_watermark_ratio={high_watermark}")
@@ -93,13 +94,9 @@ class MooncakeCluster:
                 except StoreSetupError:
                     if self.master is None or self.master.alive or not attempts_left:
                         raise
-            share = self._segment // max(1, self._owner_count)
-            program = [sys.executable, "-P", str(Path(__file__).with_name("owner.py"))]
-            self.owners = [
-                Child([*program, "--master", self.address, "--segment", str(share)]) for _ in range(self._owner_count)
-            ]
+            self.owners = [self._start_owner() for _ in range(self.owner_count)]
             for owner in self.owners:
-                _await(owner, lambda owner=owner: "ready" in owner.output(), "an owner of memory")  # type: ignore[misc]
+                _await_owner(owner)
             undo.pop_all()
 
     def restart_master(self) -> None:
@@ -117,6 +114,24 @@ class MooncakeCluster:
         ports = [f"--rpc_port={rpc}", f"--metrics_port={metrics}"]
         self.master = Child([str(_master_program()), *loopback, *ports, *self._flags])
         _await(self.master, lambda: accepts(self.address), "the master")
+
+    def restart_owner(self, index: int) -> None:
+        """Start another owner in the place of one, killing that. What it held is lost, as in production.
+
+        Args:
+            index: of `owners`.
+
+        Raises:
+            StoreSetupError: it did not come up, for want of a living master for example.
+        """
+        self.owners[index].kill()
+        self.owners[index] = self._start_owner()
+        _await_owner(self.owners[index])
+
+    def _start_owner(self) -> Child:
+        share = self._segment // max(1, self.owner_count)
+        program = [sys.executable, "-P", str(Path(__file__).with_name("owner.py"))]
+        return Child([*program, "--master", self.address, "--segment", str(share)])
 
     def close(self) -> None:
         """End the children, the master first: nothing is left to find out about the owners. Again is no change."""
@@ -140,6 +155,10 @@ def _free_ports() -> tuple[int, int]:
         one.bind(("127.0.0.1", 0))
         other.bind(("127.0.0.1", 0))
         return one.getsockname()[1], other.getsockname()[1]
+
+
+def _await_owner(owner: Child) -> None:
+    _await(owner, lambda: "ready" in owner.output(), "an owner of memory")
 
 
 def _await(child: Child, ready: Callable[[], bool], name: str) -> None:

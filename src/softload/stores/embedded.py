@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from softload.stores.checks import check_fraction, check_positive
+from softload.stores.checks import check_fraction
 from softload.stores.cluster import MooncakeCluster
+from softload.stores.master_contact import MasterContact
 from softload.stores.mooncake import MooncakeStore
+from softload.stores.setup_checks import check_segment
 
 __all__ = ["EmbeddedMooncakeStore"]
 
@@ -18,8 +20,8 @@ class EmbeddedMooncakeStore(MooncakeStore):
     this process however it ends.
 
     Args:
-        segment: bytes of the store's memory in all.
-        lease: seconds that a lease lasts.
+        segment: bytes of the store's memory in all; at least 16 MiB for each owner.
+        lease: seconds that a lease lasts, at least a millisecond.
         owners: processes that own that memory; 0 for this process.
         high_watermark: the fraction of memory above which the master evicts; None for Mooncake's default.
         eviction_ratio: the fraction of objects that one pass evicts; None for Mooncake's default.
@@ -41,15 +43,17 @@ class EmbeddedMooncakeStore(MooncakeStore):
         client_ttl: float | None = None,
         local_buffer: int = 16 << 20,
     ) -> None:
-        check_positive("segment", segment)
         if owners < 0:
             raise ValueError(f"owners: expected 0 or more, got {owners}")
+        check_segment(segment, max(1, owners))
+        if lease < 1e-3:
+            raise ValueError(f"lease: expected at least 1ms, got {lease} seconds")
         if high_watermark is not None:
             check_fraction("high_watermark", high_watermark)
         if eviction_ratio is not None:
             check_fraction("eviction_ratio", eviction_ratio)
-        if client_ttl is not None:
-            check_positive("client_ttl", client_ttl)
+        if client_ttl is not None and (client_ttl < 1 or client_ttl % 1):
+            raise ValueError(f"client_ttl: expected whole seconds, at least 1, got {client_ttl}")
         self.cluster = MooncakeCluster(
             segment=segment,
             lease=lease,
@@ -77,6 +81,7 @@ class EmbeddedMooncakeStore(MooncakeStore):
             self._prepare()
             self.cluster.start()
             self._master = self.cluster.address
+            self._contact = MasterContact(self._master)
         with ExitStack() as undo:
             undo.callback(self.cluster.close)
             super().open()

@@ -20,7 +20,7 @@ from softload.outcomes import PageStatus
 from softload.protocols import Answer, Clock, Descriptor, PutAnswer, PutRefusal
 from softload.stores.allocator import Allocator
 from softload.stores.checks import check_fraction, check_lengths, check_positive
-from softload.stores.native_memory import copy_bytes
+from softload.stores.native_memory import copy_bytes, take_bytes
 
 __all__ = ["MemoryStatistics", "MemoryStore"]
 
@@ -132,12 +132,13 @@ class MemoryStore:
 
         Raises:
             LoaderClosedError: after `close`.
+            StoreSetupError: there is not that much memory.
         """
         with self._lock:
             if self._closed:
                 raise LoaderClosedError("this store was closed; open a new one")
             if self._arena is None:
-                self._arena = np.empty(self._capacity, dtype=np.uint8)
+                self._arena = take_bytes(self._capacity)
                 self._base = self._arena.ctypes.data
 
     def close(self) -> None:

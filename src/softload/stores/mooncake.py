@@ -14,12 +14,14 @@ from softload.errors import LoaderClosedError, StoreSetupError
 from softload.events import STORE_RAISED
 from softload.outcomes import PageStatus
 from softload.protocols import Answer, Descriptor, PutAnswer, PutRefusal
+from softload.stores import setup_checks
 from softload.stores.checks import check_lengths, check_positive
 from softload.stores.cluster import INSTALL_HINT
 from softload.stores.gate import CallGate
+from softload.stores.master_contact import MasterContact
 from softload.stores.native_codes import INVALID_PARAMS, NATIVE_CODES, descriptor, expect, translate
 from softload.stores.native_log import native_library, restore_log_level
-from softload.stores.probe import accepts, is_alive, probe_master
+from softload.stores.probe import is_alive, probe_master
 from softload.stores.process_exit import has_left, leave_at_exit
 from softload.stores.reservations import Reservations
 
@@ -33,6 +35,8 @@ _ENVIRONMENT: Final = {
     "MC_LOG_LEVEL": "ERROR",
     "GLOG_minloglevel": "3",
 }
+
+_Ask = Callable[[Any], Any]
 
 _log = structlog.get_logger("softload.stores.mooncake")
 
@@ -48,7 +52,7 @@ class MooncakeStore:
         protocol: `tcp` or `rdma`.
         device: RDMA devices, comma-separated; empty for Mooncake's own choice.
         metadata: address of the metadata server, or `P2PHANDSHAKE` for none.
-        segment: bytes of memory that this process gives to the store.
+        segment: bytes of memory that this process gives to the store: 0, or at least 16 MiB.
         local_buffer: bytes of the client's own buffer.
         tenant: tenant of a master with tenants; empty for the default one.
         lease: seconds that the master's leases last; Mooncake does not tell, so a value that is too long is a mistake.
@@ -71,19 +75,18 @@ class MooncakeStore:
         lease: float = 5.0,
         hostname: str | None = None,
     ) -> None:
-        if segment < 0:
-            raise ValueError(f"segment: expected 0 or more bytes, got {segment}")
         self._master = master
-        self._protocol = protocol
+        self._protocol = setup_checks.check_protocol(protocol)
         self._device = device
-        self._metadata = metadata
-        self._segment = segment
+        self._metadata = setup_checks.check_metadata(metadata)
+        self._segment = setup_checks.check_segment(segment) if segment else 0
         self._local_buffer = check_positive("local_buffer", local_buffer)
         self._tenant = tenant
         self._lease_ttl = check_positive("lease", lease)
         self._hostname = hostname
         self._says_goodbye = segment > 0
         self._gate = CallGate()
+        self._contact = MasterContact(master)
         self._native: Any = None
         self._native_there = False
         self._lock = threading.Lock()
@@ -109,7 +112,7 @@ class MooncakeStore:
         """Connect to the master; again is no change. Takes about 0.1 s, of which the native part holds the GIL.
 
         Raises:
-            StoreSetupError: the library is missing, or the master does not answer.
+            StoreSetupError: the library or an RDMA device is missing, or master or metadata server do not answer.
             LoaderClosedError: after `close`.
         """
         with self._lock:
@@ -118,24 +121,11 @@ class MooncakeStore:
             if self._native is not None:
                 return
             client_type = self._prepare()
-            local_address = probe_master(self._master)
-            native = client_type()
-            extra = {"tenant_id": self._tenant} if self._tenant else {}
-            code = native.setup(
-                self._hostname or local_address,
-                self._metadata,
-                self._segment,
-                self._local_buffer,
-                self._protocol,
-                self._device,
-                self._master,
-                **extra,
-            )
-            if code != 0:
-                raise StoreSetupError(
-                    f"expected Mooncake's setup at master {self._master} to answer 0, got {code}: protocol "
-                    f"{self._protocol!r}, device {self._device!r}, metadata {self._metadata!r}, segment {self._segment}"
-                )
+            if self._protocol == "rdma":
+                setup_checks.probe_rdma(self._device)
+            setup_checks.probe_metadata(self._metadata)
+            local_address, native = probe_master(self._master), client_type()
+            self._set_up(native, self._hostname or local_address)
             restore_log_level(native_library())
             self._native = native
             leave_at_exit(self)
@@ -156,11 +146,11 @@ class MooncakeStore:
 
     def register(self, pointer: int, nbytes: int) -> bool:
         """Register memory with the transport."""
-        return bool(self._call(lambda native: native.register_buffer(pointer, nbytes)) == 0)
+        return bool(self._call(lambda native: native.register_buffer(pointer, nbytes), asks_master=False) == 0)
 
     def unregister(self, pointer: int) -> None:
         """Take a registration back."""
-        self._call(lambda native: native.unregister_buffer(pointer))
+        self._call(lambda native: native.unregister_buffer(pointer), asks_master=False)
 
     def exists(self, keys: Sequence[str]) -> Sequence[bool | PageStatus]:
         """Ask the master; leases what is there."""
@@ -174,20 +164,20 @@ class MooncakeStore:
         """Ask the master for replicas; leases what is there. An object that is being written answers `NOT_FOUND`.
 
         A master that is out of reach answers as if nothing were there. So an answer without any key is looked into: by
-        a connection, which is refused at once where nobody is (the native client tries for 4 s), then by a question.
+        a connection, which is refused at once where nobody is, then by a question.
         """
         if not keys:
             return []
-        replicas = self._call(lambda native: native.batch_get_replica_desc(list(keys)))
+        absent = PageStatus.NOT_FOUND
+        with self._contact.turn():
+            replicas = self._call(lambda native: native.batch_get_replica_desc(list(keys)))
+            if not replicas:
+                answer = PageStatus.STORE_UNREACHABLE if self._contact.failed() else self.exists(keys[:1])[0]
+                absent = answer if isinstance(answer, PageStatus) else absent
         if isinstance(replicas, PageStatus):
             return [replicas] * len(keys)
         if not isinstance(replicas, dict):
             return [PageStatus.MALFORMED] * len(keys)
-        absent = PageStatus.NOT_FOUND
-        if not replicas:
-            answer = self.exists(keys[:1])[0] if accepts(self._master) else PageStatus.STORE_UNREACHABLE
-            if isinstance(answer, PageStatus):
-                absent = answer
         return [descriptor(replicas[key]) if key in replicas else absent for key in keys]
 
     def read(self, keys: Sequence[str], pointers: Sequence[int], sizes: Sequence[int]) -> Sequence[Answer]:
@@ -214,7 +204,7 @@ class MooncakeStore:
     def session_end(self, keys: Sequence[str]) -> None:
         """Forget sessions; the master is not asked."""
         if keys:
-            self._call(lambda native: native.batch_get_session_end(list(keys)))
+            self._call(lambda native: native.batch_get_session_end(list(keys)), asks_master=False)
 
     def read_ranges(
         self,
@@ -236,6 +226,7 @@ class MooncakeStore:
                 list(keys), [list(each) for each in pointers], wanted, [list(each) for each in offsets]
             ),
             invalid=PageStatus.LEASE_EXPIRED,
+            asks_master=False,
         )
         return [expect(answer, sum(each)) for answer, each in zip(answers, wanted, strict=True)]
 
@@ -267,6 +258,7 @@ class MooncakeStore:
                 pending.keys, sources, wanted, [[0]] * len(sources)
             ),
             invalid=PageStatus.WRONG_SIZE,
+            asks_master=False,
         )
         for index, answer in zip(pending.asked, answers, strict=True):
             pending.answers[index] = expect(answer, sizes[index])
@@ -311,33 +303,42 @@ class MooncakeStore:
             ) from error
         return MooncakeDistributedStore
 
-    def _call(self, function: Callable[[Any], Any]) -> Any:
-        """One native call: what it answered, or the status of a store that is not open or that raised."""
+    def _set_up(self, native: Any, hostname: str) -> None:
+        memory, transport = (self._segment, self._local_buffer), (self._protocol, self._device)
+        tenant = {"tenant_id": self._tenant} if self._tenant else {}
+        try:
+            code = native.setup(hostname, self._metadata, *memory, *transport, self._master, **tenant)
+        except MemoryError:
+            code = setup_checks.OUT_OF_MEMORY
+        if code != 0:
+            raise setup_checks.setup_refused(code, self._master, self._metadata, memory, transport)
+
+    def _call(self, ask: _Ask, *, asks_master: bool = True) -> Any:
+        """One native call: what it answered, or the status of a store that is closed, out of reach, or that raised."""
         with self._gate.call() as allowed:
-            if not allowed:
+            if not allowed or (asks_master and not self._contact.may_ask()):
                 return PageStatus.STORE_UNREACHABLE
             try:
-                return function(self._native)
+                return ask(self._native)
             except Exception as error:
                 _log.warning(STORE_RAISED, error=repr(error))
                 return PageStatus.MALFORMED
 
     def _per_key(
-        self,
-        keys: Sequence[str],
-        function: Callable[[Any], Any],
-        *,
-        invalid: PageStatus = PageStatus.MALFORMED,
+        self, keys: Sequence[str], ask: _Ask, *, invalid: PageStatus = PageStatus.MALFORMED, asks_master: bool = True
     ) -> list[int | PageStatus | PutRefusal]:
         """One native call that answers per key; `invalid` is what it means by -600."""
         if not keys:
             return []
-        raw = self._call(function)
+        raw = self._call(ask, asks_master=asks_master)
         if isinstance(raw, PageStatus):
             return [raw] * len(keys)
         if not isinstance(raw, list) or len(raw) != len(keys):
             return [PageStatus.MALFORMED] * len(keys)
-        return [translate(code, invalid) for code in raw]
+        answers = [translate(code, invalid) for code in raw]
+        if PageStatus.STORE_UNREACHABLE in answers:
+            self._contact.failed()
+        return answers
 
     def _read_in_turns(self, keys: Sequence[str], pointers: Sequence[int], sizes: Sequence[int]) -> Sequence[Answer]:
         """Read with no key twice in a call: the native one fills the last of its buffers and counts for all of them."""

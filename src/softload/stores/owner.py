@@ -15,11 +15,12 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--master", required=True)
     parser.add_argument("--segment", required=True, type=int)
+    parser.add_argument("--host", default="127.0.0.1", help="the address that others reach it by")
     arguments = parser.parse_args()
     from mooncake.store import MooncakeDistributedStore
 
     store = MooncakeDistributedStore()
-    code = store.setup("127.0.0.1", "P2PHANDSHAKE", arguments.segment, 1 << 20, "tcp", "", arguments.master)
+    code = store.setup(arguments.host, "P2PHANDSHAKE", arguments.segment, 1 << 20, "tcp", "", arguments.master)
     if code != 0:
         print(f"setup answered {code}", file=sys.stderr, flush=True)
         return 1

@@ -14,7 +14,7 @@ def accepts(address: str, timeout: float = 1.0) -> bool:
     """Whether something accepts connections at `address` (`host:port`); a frozen process does, too."""
     try:
         socket.create_connection(_parts(address), timeout).close()
-    except OSError:
+    except (OSError, UnicodeError):  # a name that cannot be one
         return False
     return True
 
@@ -48,7 +48,7 @@ def probe_master(address: str, deadline: float = 3.0) -> str:
                 connection.sendall(bytes(64))
                 connection.recv(1)
             return local_address
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise StoreSetupError(
             f"expected a Mooncake master at {address} to answer within {deadline} s, got {error!r}: start "
             "mooncake_master there, or correct the address"

@@ -84,6 +84,14 @@ def open_store(url: str, **options: Any) -> PageStore:
     Raises:
         ValueError: an unknown scheme, host or parameter, or a value that does not parse; known ones are named.
     """
+    try:
+        return _store(url, options)
+    except ValueError as error:
+        text = str(error)
+        raise ValueError(text if text.startswith(repr(url)) else f"{url!r}: {text}") from None
+
+
+def _store(url: str, options: Mapping[str, Any]) -> PageStore:
     parts = urlsplit(url)
     kind, where = parts.scheme, parts.netloc
     if kind not in ("memory", "mooncake"):
@@ -92,8 +100,7 @@ def open_store(url: str, **options: Any) -> PageStore:
         )
     if parts.path not in ("", "/") or parts.fragment:
         raise ValueError(f"{url!r}: expected nothing between the host and '?', got {parts.path + parts.fragment!r}")
-    query = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
-    settings: dict[str, Any] = {**query, **options}
+    settings: dict[str, Any] = {**_query(parts.query), **options}
     if kind == "memory":
         if where:
             raise ValueError(f"{url!r}: expected memory:// without a host, got {where!r}")
@@ -102,9 +109,22 @@ def open_store(url: str, **options: Any) -> PageStore:
     if where == "embedded":
         return EmbeddedMooncakeStore(**_parsed(url, settings, _EMBEDDED))
     host, colon, port = where.rpartition(":")
-    if not (colon and host and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+    if not (colon and host and "@" not in host and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
         raise ValueError(f"{url!r}: expected mooncake://embedded or mooncake://host:port, got {where!r}")
     return MooncakeStore(master=where, **_parsed(url, settings, _CLUSTER))
+
+
+def _query(text: str) -> dict[str, str]:
+    query: dict[str, str] = {}
+    for field in text.split("&") if text else ():
+        name, equals, _ = field.partition("=")
+        if not (name and equals):
+            raise ValueError(f"expected NAME=VALUE after '?', parted by '&', got {field!r}")
+        ((name, value),) = parse_qsl(field, keep_blank_values=True)
+        if name in query:
+            raise ValueError(f"{name}: expected it once, got {query[name]!r} and {value!r}")
+        query[name] = value
+    return query
 
 
 def _parsed(url: str, settings: Mapping[str, Any], parsers: Mapping[str, Parser]) -> dict[str, Any]:

@@ -8,86 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from softload.outcomes import PageStatus
-from softload.protocols import Answer, Descriptor, PageStore, PutAnswer
-from softload.stores.wrapper import WrapperStore
+from softload.protocols import PageStore
+from softload.testing._intercepting import InterceptingStore, check_point
 
 __all__ = ["HangingStore", "RecordedCall", "RecordingStore", "ScriptedStore"]
 
 T = TypeVar("T")
-
-_POINTS: Final = (
-    "register",
-    "unregister",
-    "exists",
-    "descriptors",
-    "read",
-    "session_start",
-    "session_end",
-    "read_ranges",
-    "put_start",
-    "put_write",
-    "put_end",
-    "put_revoke",
-    "remove",
-)
-
-
-class _InterceptingStore(WrapperStore):
-    """Every call between `open` and `close` passes `_intercept`, which makes it, or does not."""
-
-    def _intercept(self, method: str, keys: Sequence[str], call: Callable[[], T]) -> T:
-        return call()
-
-    def register(self, pointer: int, nbytes: int) -> bool:
-        return self._intercept("register", (), lambda: self.inner.register(pointer, nbytes))
-
-    def unregister(self, pointer: int) -> None:
-        self._intercept("unregister", (), lambda: self.inner.unregister(pointer))
-
-    def exists(self, keys: Sequence[str]) -> Sequence[bool | PageStatus]:
-        return self._intercept("exists", keys, lambda: self.inner.exists(keys))
-
-    def descriptors(self, keys: Sequence[str]) -> Sequence[Descriptor | PageStatus]:
-        return self._intercept("descriptors", keys, lambda: self.inner.descriptors(keys))
-
-    def read(self, keys: Sequence[str], pointers: Sequence[int], sizes: Sequence[int]) -> Sequence[Answer]:
-        return self._intercept("read", keys, lambda: self.inner.read(keys, pointers, sizes))
-
-    def session_start(self, keys: Sequence[str]) -> Sequence[Answer]:
-        return self._intercept("session_start", keys, lambda: self.inner.session_start(keys))
-
-    def session_end(self, keys: Sequence[str]) -> None:
-        self._intercept("session_end", keys, lambda: self.inner.session_end(keys))
-
-    def read_ranges(
-        self,
-        keys: Sequence[str],
-        pointers: Sequence[Sequence[int]],
-        sizes: Sequence[Sequence[int]],
-        offsets: Sequence[Sequence[int]],
-    ) -> Sequence[Answer]:
-        return self._intercept("read_ranges", keys, lambda: self.inner.read_ranges(keys, pointers, sizes, offsets))
-
-    def put_start(self, keys: Sequence[str], sizes: Sequence[int]) -> Sequence[PutAnswer]:
-        return self._intercept("put_start", keys, lambda: self.inner.put_start(keys, sizes))
-
-    def put_write(self, keys: Sequence[str], pointers: Sequence[int], sizes: Sequence[int]) -> Sequence[Answer]:
-        return self._intercept("put_write", keys, lambda: self.inner.put_write(keys, pointers, sizes))
-
-    def put_end(self, keys: Sequence[str]) -> Sequence[Answer]:
-        return self._intercept("put_end", keys, lambda: self.inner.put_end(keys))
-
-    def put_revoke(self, keys: Sequence[str]) -> None:
-        self._intercept("put_revoke", keys, lambda: self.inner.put_revoke(keys))
-
-    def remove(self, keys: Sequence[str], *, force: bool = False) -> Sequence[Answer]:
-        return self._intercept("remove", keys, lambda: self.inner.remove(keys, force=force))
-
-
-def _check_point(method: str) -> None:
-    if method not in _POINTS:
-        raise ValueError(f"expected a method out of {', '.join(_POINTS)}, got {method!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +24,7 @@ class RecordedCall:
     keys: tuple[str, ...]
 
 
-class RecordingStore(_InterceptingStore):
+class RecordingStore(InterceptingStore):
     """Keeps a list of the calls made, in the order in which they were made.
 
     Args:
@@ -118,12 +44,12 @@ class RecordingStore(_InterceptingStore):
 
     def keys_of(self, method: str) -> tuple[str, ...]:
         """The keys of all calls of one method, one call after another."""
-        _check_point(method)
+        check_point(method)
         return tuple(key for call in self.calls if call.method == method for key in call.keys)
 
     def count(self, method: str) -> int:
         """How often one method was called."""
-        _check_point(method)
+        check_point(method)
         return sum(call.method == method for call in self.calls)
 
     def clear(self) -> None:
@@ -137,7 +63,7 @@ class RecordingStore(_InterceptingStore):
         return call()
 
 
-class HangingStore(_InterceptingStore):
+class HangingStore(InterceptingStore):
     """Holds calls at named points until they are released: `hold("read")`, `wait_held("read")`, `release()`.
 
     A held read has written nothing; once it is released it writes, as a call on a frozen peer does when that thaws.
@@ -158,7 +84,7 @@ class HangingStore(_InterceptingStore):
         Raises:
             ValueError: no such method.
         """
-        _check_point(method)
+        check_point(method)
         with self._changed:
             self._holding[method] = when
 
@@ -192,7 +118,7 @@ class HangingStore(_InterceptingStore):
         return call()
 
 
-class ScriptedStore(_InterceptingStore):
+class ScriptedStore(InterceptingStore):
     """Gives answers that were written beforehand, also such as no store should give.
 
     Args:
@@ -212,7 +138,7 @@ class ScriptedStore(_InterceptingStore):
         Raises:
             ValueError: no such method.
         """
-        _check_point(method)
+        check_point(method)
         with self._lock:
             self._scripts[method].extend(answers)
 

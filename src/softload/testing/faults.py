@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -16,6 +17,7 @@ from softload.outcomes import PageStatus
 from softload.protocols import Answer, Descriptor, PageStore
 from softload.stores.native_memory import copy_bytes
 from softload.stores.wrapper import WrapperStore
+from softload.testing.moments import Moment
 
 __all__ = ["Fault", "FaultKind", "FaultyStore", "parse_fault"]
 
@@ -45,13 +47,34 @@ class FaultKind(StrEnum):
     """`descriptors` never finds a draft's object."""
 
     KILL_OWNER = "kill-owner"
+    """A process that owns memory is killed; another takes its place after a while."""
+
+    FREEZE_OWNER = "freeze-owner"
+    """It stops where it is, and goes on after a while."""
+
     KILL_MASTER = "kill-master"
+    FREEZE_MASTER = "freeze-master"
     RESTART_MASTER = "restart-master"
+    """The master is killed and started again at once, with an empty memory."""
 
     @property
     def is_scheduled(self) -> bool:
-        """Whether it happens to the cluster at a time, not to a call: a `FaultyStore` cannot do that."""
-        return self in (FaultKind.KILL_OWNER, FaultKind.KILL_MASTER, FaultKind.RESTART_MASTER)
+        """Whether it happens to a cluster's process, not to a call: `ClusterFaults` does that, no `FaultyStore`."""
+        return self in _SCHEDULED
+
+    @property
+    def needs_owner(self) -> bool:
+        """Whether it happens to a process that owns memory."""
+        return self in (FaultKind.KILL_OWNER, FaultKind.FREEZE_OWNER)
+
+
+_SCHEDULED: Final = (
+    FaultKind.KILL_OWNER,
+    FaultKind.FREEZE_OWNER,
+    FaultKind.KILL_MASTER,
+    FaultKind.FREEZE_MASTER,
+    FaultKind.RESTART_MASTER,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +86,26 @@ class Fault:
         probability: per key, or per call for `SLOW`; 0 for kinds that have none.
         calls: how many read calls hang, for `HANG`.
         seconds: how long it takes (`SLOW`, `HANG`), or when it happens after the start (scheduled kinds).
+        moment: when it happens instead (scheduled kinds): the first time that a call comes there.
+        lasts: seconds until what was killed is started again, and what was frozen goes on; ``None`` for never.
     """
 
     kind: FaultKind
     probability: float = 0.0
     calls: int = 0
     seconds: float = 0.0
+    moment: Moment | None = None
+    lasts: float | None = None
 
+
+_MOST_HANGS: Final = 100_000
+"""Each is planned before the run."""
+
+_MOST_ASKED: Final = 65_536
+"""Keys, by kind, of which is remembered how often they were asked for: a long run has no end of them."""
 
 _NUMBER: Final = r"(\d+(?:\.\d+)?|\.\d+)"
+_MOMENT: Final = f"({'|'.join(Moment)})"
 _FORMS: Final[Mapping[FaultKind, tuple[str, re.Pattern[str]]]] = {
     **{
         kind: (f"{kind}=P", re.compile(f"={_NUMBER}"))
@@ -79,12 +113,17 @@ _FORMS: Final[Mapping[FaultKind, tuple[str, re.Pattern[str]]]] = {
     },
     FaultKind.SLOW: ("slow=P:SECONDS", re.compile(f"={_NUMBER}:{_NUMBER}")),
     FaultKind.HANG: ("hang=N:SECONDS", re.compile(rf"=(\d+):{_NUMBER}")),
-    **{kind: (f"{kind}@SECONDS", re.compile(f"@{_NUMBER}")) for kind in FaultKind if kind.is_scheduled},
+    **{
+        kind: (f"{kind}@SECONDS|MOMENT[:SECONDS]", re.compile(f"@(?:{_NUMBER}|{_MOMENT})(?::{_NUMBER})?"))
+        for kind in _SCHEDULED
+        if kind is not FaultKind.RESTART_MASTER
+    },
+    FaultKind.RESTART_MASTER: ("restart-master@SECONDS|MOMENT", re.compile(f"@(?:{_NUMBER}|{_MOMENT})()")),
 }
 
 
 def parse_fault(text: str) -> Fault:
-    """A fault from its specification: `evict=0.05`, `slow=0.1:0.25`, `hang=3:2`, `kill-owner@10`.
+    """A fault from its specification: `evict=0.05`, `slow=0.1:0.25`, `hang=3:2`, `kill-owner@10:5`, `kill-master@read`.
 
     Raises:
         ValueError: an unknown kind, another form than the kind's, or a probability above 1.
@@ -93,16 +132,27 @@ def parse_fault(text: str) -> Fault:
     try:
         kind = FaultKind(name)
     except ValueError:
-        known = ", ".join(form for form, _ in _FORMS.values())
-        raise ValueError(f"fault {text!r}: expected one of {known}, got {name!r}") from None
+        of_calls = ", ".join(form for kind, (form, _) in _FORMS.items() if not kind.is_scheduled)
+        of_processes = ", ".join(form for kind, (form, _) in _FORMS.items() if kind.is_scheduled)
+        raise ValueError(
+            f"fault {text!r}: expected one of {of_calls}; or, of a cluster's processes, {of_processes}; got {name!r}"
+        ) from None
     form, pattern = _FORMS[kind]
     match = pattern.fullmatch(text[len(name) :])
     if match is None:
         raise ValueError(f"fault {text!r}: expected {form}")
-    values = [float(value) for value in match.groups()]
     if kind.is_scheduled:
-        return Fault(kind, seconds=values[0])
+        after, moment, lasts = match.groups()
+        return Fault(
+            kind,
+            seconds=float(after or 0.0),
+            moment=Moment(moment) if moment else None,
+            lasts=float(lasts) if lasts else None,
+        )
+    values = [float(value) for value in match.groups()]
     if kind is FaultKind.HANG:
+        if int(match[1]) > _MOST_HANGS:
+            raise ValueError(f"fault {text!r}: expected at most {_MOST_HANGS} calls, got {match[1]}")
         return Fault(kind, calls=int(match[1]), seconds=values[1])
     if values[0] > 1:
         raise ValueError(f"fault {text!r}: expected a probability of at most 1, got {match[1]}")
@@ -145,7 +195,7 @@ class FaultyStore(WrapperStore):
         self._seed = seed
         self._is_draft = is_draft
         self._lock = threading.Lock()
-        self._asked: dict[tuple[FaultKind, str], int] = {}
+        self._asked: OrderedDict[tuple[FaultKind, str], int] = OrderedDict()
         self._late: set[str] = set()
         self._reads = 0
         self._hangs: dict[int, float] = {}
@@ -249,8 +299,10 @@ class FaultyStore(WrapperStore):
         if threshold:
             with self._lock:
                 for key in keys:
-                    asked = self._asked.get((kind, key), 0)
+                    asked = self._asked.pop((kind, key), 0)
                     self._asked[kind, key] = asked + 1
+                    if len(self._asked) > _MOST_ASKED:
+                        self._asked.popitem(last=False)
                     if self._hash(kind, key, asked) < threshold:
                         chosen.add(key)
         return chosen

@@ -67,7 +67,7 @@ def _pattern(key: str, size: int) -> bytes:
 
 
 class StoreSuite:
-    """Tests of everything that `PageStore` promises.
+    """Tests of everything that `PageStore` promises: its docstrings say all that is demanded here.
 
     Subclasses supply the fixture `store`: opened, of `capacity` bytes, with leases of at most a few seconds. They may
     replace `put_bytes`, `get_bytes` and `wait_lease`.
@@ -381,14 +381,15 @@ class StoreSuite:
         assert target.data == data[:10]
         store.session_end([name])
 
-    def test_session_does_not_see_a_forced_removal(self, store: PageStore, key: Callable[[], str]) -> None:
-        """Full counts of bytes that may be anybody's: why what landed is checked."""
+    def test_session_need_not_see_a_forced_removal(self, store: PageStore, key: Callable[[], str]) -> None:
+        """Or does, which is as good: a full count may be of anybody's bytes, so what landed is checked."""
         (name,) = self._stored(store, key)
         target = Buffer(100)
         store.session_start([name])
         assert list(store.remove([name], force=True)) == [0]
         with _registered(store, target):
-            assert list(store.read_ranges([name], [[target.pointer]], [[100]], [[0]])) == [100]
+            (answer,) = store.read_ranges([name], [[target.pointer]], [[100]], [[0]])
+            assert answer == 100 or isinstance(answer, PageStatus)
         assert list(store.session_start([name])) == [PageStatus.NOT_FOUND]
         store.session_end([name])
 

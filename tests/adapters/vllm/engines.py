@@ -176,11 +176,15 @@ def assert_equal(expected: Sequence[Answer], got: Sequence[Answer]) -> None:
     assert compare(expected, got).different == 0
 
 
+def hashed_request(name: str, prompt: Prompt, **sampling: Any) -> Request:
+    """A request as it is in the engine's scheduler, with its block hashes."""
+    hasher = get_request_block_hasher(BLOCK, get_hash_fn_by_name("sha256"))
+    return Request(name, prompt, SamplingParams(max_tokens=1, **sampling), None, block_hasher=hasher)
+
+
 def page_hashes(prompt: Prompt) -> list[str]:
     """The prefix hashes of a prompt's whole blocks, as the engine makes them."""
-    hasher = get_request_block_hasher(BLOCK, get_hash_fn_by_name("sha256"))
-    request = Request("probe", prompt, SamplingParams(max_tokens=1), None, block_hasher=hasher)
-    return [bytes(digest).hex() for digest in request.block_hashes]
+    return [bytes(digest).hex() for digest in hashed_request("probe", prompt).block_hashes]
 
 
 def core(llm: LLM) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 
@@ -10,11 +11,13 @@ import torch
 from engines import (
     BLOCK,
     add,
+    answer_of,
     assert_equal,
     core,
     generate,
     kv_bytes,
     prompts,
+    scheduler_side,
     settle,
     step_to_the_end,
     step_until,
@@ -121,6 +124,23 @@ def test_a_request_that_is_aborted_before_it_was_answered(one: Rig) -> None:
     assert one.statistics.landing_bytes_in_use == 0
 
 
+def test_a_request_that_has_the_name_of_an_aborted_one(one: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "1")
+    (prompt, other), (_, cold) = one.computed(330, 300)
+    one.hanging.hold("exists")
+    add(one.llm, "same", prompt)
+    step_until(one.llm, lambda: one.hanging.held("exists") > 0)
+    one.llm.llm_engine.abort_request(["same"])
+    one.hanging.release()
+    add(one.llm, "same", other)
+    outputs = []
+    while one.llm.llm_engine.has_unfinished_requests():
+        outputs += one.llm.llm_engine.step()
+    answer = answer_of(outputs[-1])
+    assert answer.cached_tokens == 300 // BLOCK * BLOCK
+    assert_equal([cold], [answer])
+
+
 def test_puts_that_hang_hold_no_block_and_no_request(one: Rig) -> None:
     one.hanging.hold("put_start")
     started = time.monotonic()
@@ -175,6 +195,36 @@ def test_blocks_of_preempted_requests_are_not_written_late(mode: str, tmp_path_f
         one.hanging.release()
         drained(one)
         assert_unwritten_since(before)
+
+
+def test_a_save_that_does_not_read_its_blocks_in_time_is_given_up(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The device does not get to the point where blocks may be read, and others want them."""
+    with rig(tmp_path_factory.mktemp("llama"), num_gpu_blocks_override=24, max_model_len=512) as one:
+        family = prompts(330, 331, 332, seed=41)
+        reached = threading.Event()
+        worker()._worker._fence = lambda: reached.wait
+        cold = generate(one.llm, family)  # there is room for two of them
+        reached.set()
+        settle(one.llm)
+        replay = generate(one.llm, family)
+        assert_equal(cold, replay)
+        assert any(not answer.cached_tokens for answer in replay)
+        assert any(answer.cached_tokens for answer in replay)
+
+
+def test_saves_have_read_their_blocks_when_their_step_ends_where_new_blocks_are_zeroed(
+    one: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half = worker()._worker
+    monkeypatch.setattr(type(worker()._kv_cache_config), "needs_kv_cache_zeroing", True)
+    monkeypatch.setattr(half, "_fence", lambda: lambda: time.sleep(0.02))  # a device that is slower than its host
+    (prompt,) = prompts(330, seed=43)
+    add(one.llm, "saved", prompt, max_tokens=40)
+    ordered = scheduler_side(one.llm)._saves_ordered
+    while one.llm.llm_engine.has_unfinished_requests():
+        one.llm.llm_engine.step()
+        assert not half._saves
+    assert scheduler_side(one.llm)._saves_ordered >= ordered + 2
 
 
 @pytest.mark.parametrize("mode", ["prefetch", "async"])

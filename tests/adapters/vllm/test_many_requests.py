@@ -9,6 +9,8 @@ import pytest
 from engines import Answer, assert_equal, engine, generate, tiny_llama
 from family import family_of_prompts
 
+pytestmark = pytest.mark.slow
+
 # So few blocks that the engine's own prefix cache cannot serve what comes again.
 BLOCKS = 72
 
@@ -24,7 +26,6 @@ def plain(model: Path) -> list[Answer]:
         return generate(llm, family_of_prompts(), max_tokens=8)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("multiprocessing", [False, True], ids=["in process", "engine process"])
 def test_a_fifth_of_the_keys_is_evicted(

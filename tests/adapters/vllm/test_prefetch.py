@@ -60,6 +60,17 @@ def test_a_lost_block_costs_what_follows_it(one: Rig, moment: str, lost: list[in
     assert not HookedConnector.seen_bad_blocks
 
 
+@pytest.mark.parametrize("lost", [(), (3,), (20,)], ids=["nothing", "an early block", "a late block"])
+def test_a_prompt_that_is_computed_in_chunks(one: Rig, lost: tuple[int, ...]) -> None:
+    prompts, cold = one.computed(900, 700)
+    one.faults.gone_while_landing.update(page_hashes(prompt)[page] for prompt in prompts for page in lost)
+    replay = generate(one.llm, prompts)
+    assert [answer.cached_tokens for answer in replay] == [
+        min([len(prompt) // BLOCK, *lost]) * BLOCK for prompt in prompts
+    ]
+    assert_equal(cold, replay)
+
+
 def test_recomputed_blocks_are_saved_again(one: Rig) -> None:
     (prompt,), cold = one.computed(330)
     hashes = page_hashes(prompt)

@@ -22,7 +22,7 @@ from engines import BLOCK, prompts, tiny_llama
 
 from softload.stores import MooncakeCluster
 
-pytestmark = pytest.mark.mooncake
+pytestmark = [pytest.mark.mooncake, pytest.mark.slow]
 pytest.importorskip("mooncake.store", exc_type=ImportError)
 
 
@@ -94,7 +94,6 @@ def metric(address: str, name: str) -> float:
     return sum(map(float, found))
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_request_is_served_from_the_store_after_a_restart(tmp_path: Path) -> None:
     model = tiny_llama(tmp_path / "model")

@@ -8,8 +8,9 @@ import pytest
 from engines import BLOCK, assert_equal, tiny_llama
 from side_by_side import LONG, SHORT, side_by_side
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 def test_requests_that_wait_for_bytes_hold_no_block(tmp_path: Path) -> None:
     model = tiny_llama(tmp_path)
     fast = side_by_side(model, seconds_per_read=0.0)

@@ -25,6 +25,7 @@ from softload.adapters.vllm.layers import (
     draft_layers,
     landing_pages,
     pool_group,
+    ranks_are_alike,
     transfer_layers,
 )
 from softload.adapters.vllm.messages import Orders, Reports
@@ -40,7 +41,7 @@ from softload.stores import open_store
 from softload.transfer import Fence
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -89,6 +90,11 @@ class SoftloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def make_store(self) -> PageStore:
         """The store of one loader, not opened; a subclass may wrap it."""
         return open_store(self._options.store)
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        """Asked by vLLM 0.33: copies may be under way when the cache's memory goes."""
+        return False
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -150,13 +156,15 @@ class SoftloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Connect the store and address the caches. Waits for the store as long as `start_timeout` says."""
         options, config = self._options, self._vllm_config
+        parallel = config.parallel_config
         drafts = draft_layers(config, kv_caches)
-        replicated = bool(config.model_config.use_mla)
+        replicated = ranks_are_alike(self._kv_cache_config, parallel.tensor_parallel_size)
         pools = pool_group(self._kv_cache_config, kv_caches, drafts, rank_replicated=replicated)
         loader_config = options.loader_config(
             options.namespace or _namespace(config, self._kv_cache_config),
             tp_rank=get_tensor_model_parallel_rank(),
             pp_rank=get_pp_group().rank_in_group,
+            local_workers=parallel.local_world_size * max(1, parallel.data_parallel_size_local),
         )
         self._bridge = LoaderBridge(lambda: PageLoader(self.make_store(), pools, config=loader_config))
         units = UnitMaker(block_tables(self._kv_cache_config, drafts), pools, loader_config)
@@ -179,7 +187,7 @@ class SoftloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def handle_preemptions(self, kv_connector_metadata: Orders) -> None:
         """Before each step: blocks that it writes are not read by saves any more."""
         if self._worker is not None:
-            self._worker.make_way(kv_connector_metadata)
+            self._worker.make_way(kv_connector_metadata.overwritten)
 
     def start_load_kv(self, forward_context: object, **kwargs: Any) -> None:
         """Start what this step's orders say."""
@@ -196,8 +204,13 @@ class SoftloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def wait_for_save(self) -> None:
         """Start the saves; nothing waits for them but who overwrites their blocks."""
-        if self._worker is not None:
-            self._worker.start_saves(self._get_connector_metadata())
+        if self._worker is None:
+            return
+        orders = self._get_connector_metadata()
+        self._worker.start_saves(orders)
+        if self._kv_cache_config.needs_kv_cache_zeroing:
+            # vLLM's second model runner zeroes a step's new blocks before it calls `handle_preemptions`.
+            self._worker.make_way(order.number for order in orders.saves)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Nothing was sent; requests whose loads have ended."""
@@ -268,6 +281,8 @@ def _check_engine(vllm_config: VllmConfig, options: ConnectorOptions, kv_cache_g
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name) > 1:
             raise ValueError(f"{name}: expected 1, got {getattr(parallel, name)}")
+    if vllm_config.model_config.enable_sleep_mode:
+        raise ValueError("--enable-sleep-mode: expected off: the connector does not follow the cache while it sleeps")
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     if algorithm.startswith("xxhash") and "PYTHONHASHSEED" not in os.environ:
         raise ValueError(

@@ -20,7 +20,15 @@ from softload.geometry.group import DevicePoolGroup
 from softload.geometry.vllm_blocks import BlockGroup, block_pool_group
 from softload.transfer import PoolName
 
-__all__ = ["block_size_of", "block_tables", "draft_layers", "landing_pages", "pool_group", "transfer_layers"]
+__all__ = [
+    "block_size_of",
+    "block_tables",
+    "draft_layers",
+    "landing_pages",
+    "pool_group",
+    "ranks_are_alike",
+    "transfer_layers",
+]
 
 _TAIL_BYTES = 1024
 """More than the tails and the alignment of one page's objects."""
@@ -110,6 +118,11 @@ def pool_group(
     return block_pool_group(
         groups, kv_cache_config.num_blocks, block_size_of(kv_cache_config), rank_replicated=rank_replicated
     )
+
+
+def ranks_are_alike(kv_cache_config: KVCacheConfig, tensor_parallel_size: int) -> bool:
+    """Whether all tensor-parallel ranks hold the same bytes, as with MLA; not where a draft's heads are divided."""
+    return tensor_parallel_size > 1 and kv_cache_config.kv_tp_replicas == tensor_parallel_size
 
 
 def transfer_layers(kv_cache_config: KVCacheConfig, drafts: frozenset[str]) -> dict[str, int]:

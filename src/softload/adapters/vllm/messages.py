@@ -37,7 +37,8 @@ def blocks_of(block_ids: BlockIds) -> frozenset[int]:
 
 
 Ticket: TypeAlias = tuple[str, int]
-"""A request and which of its attempts: an answer to an old one must not be taken for one to the new."""
+"""A request and a number that no other attempt of this engine's requests has: what is told of one attempt must not be
+taken for another's, also where a request's name comes again."""
 
 
 @dataclass(frozen=True, slots=True)

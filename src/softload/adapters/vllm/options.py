@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any
 
@@ -52,8 +52,9 @@ class ConnectorOptions:
         landing_bytes: landing memory of each worker.
         read_lanes: reads of the store at a time.
         write_lanes: writes to the store at a time.
-        stuck_threads: calls of a kind that may hang before work is shed; a quarter of the cores, 2 to 16, by default:
-            Mooncake's reads spin as long as their owner is frozen, and must leave the engine its cores.
+        stuck_threads: calls of a kind that may hang before work is shed. By default, all workers of a machine together
+            get a quarter of its cores, and each 2 to 16: Mooncake's reads spin as long as their owner is frozen, and
+            must leave the engine its cores.
         save: whether computed blocks are saved.
         require_store: whether a store that cannot be set up keeps the engine from starting.
         start_timeout: how long the start waits for the store.
@@ -78,7 +79,7 @@ class ConnectorOptions:
     landing_bytes: int = 1 << 30
     read_lanes: int = 4
     write_lanes: int = 2
-    stuck_threads: int = field(default_factory=lambda: max(2, min(16, len(os.sched_getaffinity(0)) // 4)))
+    stuck_threads: int | None = None
     save: bool = True
     require_store: bool = False
     start_timeout: float = 30.0
@@ -102,6 +103,8 @@ class ConnectorOptions:
                 )
         for name in (*_SIZES, *_COUNTS):
             value = getattr(self, name)
+            if name == "stuck_threads" and value is None:
+                continue
             if not isinstance(value, int) or isinstance(value, bool) or value < (0 if name == "truncate_pages" else 1):
                 raise ValueError(f"kv_connector_extra_config: {name}: expected a positive whole number, got {value!r}")
         for name in _DURATIONS:
@@ -140,8 +143,13 @@ class ConnectorOptions:
         open_store(options.store)  # only parsed: it connects when a loader opens it
         return options
 
-    def loader_config(self, namespace: str, *, tp_rank: int = 0, pp_rank: int = 0) -> LoaderConfig:
-        """The loader's settings of one worker."""
+    def loader_config(
+        self, namespace: str, *, tp_rank: int = 0, pp_rank: int = 0, local_workers: int = 1
+    ) -> LoaderConfig:
+        """The loader's settings of one worker, of `local_workers` on its machine."""
+        stuck_threads = self.stuck_threads
+        if stuck_threads is None:
+            stuck_threads = max(2, min(16, len(os.sched_getaffinity(0)) // 4 // local_workers))
         return LoaderConfig(
             namespace=namespace,
             tp_rank=tp_rank,
@@ -156,7 +164,7 @@ class ConnectorOptions:
             landing_bytes=self.landing_bytes,
             read_lanes=self.read_lanes,
             write_lanes=self.write_lanes,
-            stuck_threads=self.stuck_threads,
+            stuck_threads=stuck_threads,
             hold_limit=self.hold_limit,
             prefetch_ttl=self.prefetch_ttl,
         )

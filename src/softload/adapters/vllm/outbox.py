@@ -22,7 +22,7 @@ class Outbox:
     def __init__(self, *, by_block: bool) -> None:
         self._by_block = by_block
         self._lock = threading.Lock()
-        self._expected: set[str] = set()
+        self._expected: set[Ticket] = set()
         self._received: set[str] = set()
         self._failed: set[str] = set()
         self._bad_blocks: set[int] = set()
@@ -38,23 +38,23 @@ class Outbox:
         with self._lock:
             self._reports.staged[number] += 1
 
-    def expect(self, request_id: str) -> None:
-        """A load into this request's blocks has been ordered."""
+    def expect(self, ticket: Ticket) -> None:
+        """A load into a request's blocks has been ordered."""
         with self._lock:
-            self._expected.add(request_id)
+            self._expected.add(ticket)
 
-    def received(self, request_id: str, bad_blocks: Iterable[int] = (), *, failed: bool = False) -> None:
+    def received(self, ticket: Ticket, bad_blocks: Iterable[int] = (), *, failed: bool = False) -> None:
         """The load has ended: nothing of ours will write its blocks. What did not come is in `bad_blocks`."""
         bad = set(bad_blocks)
         with self._lock:
-            if request_id not in self._expected:
+            if ticket not in self._expected:
                 return
-            self._expected.remove(request_id)
-            self._received.add(request_id)
+            self._expected.remove(ticket)
+            self._received.add(ticket[0])
             if self._by_block:
                 self._bad_blocks |= bad
             elif bad or failed:
-                self._failed.add(request_id)
+                self._failed.add(ticket[0])
 
     def bad_blocks(self, block_ids: Iterable[int]) -> None:
         """Blocks that a load of the running step did not fill."""

@@ -35,6 +35,8 @@ class EngineRequest(Protocol):
     num_computed_tokens: int
     num_preemptions: int
     block_hashes: Sequence[bytes]
+    skip_reading_prefix_cache: bool
+    """All of its prompt is to be computed, because something is asked of its tokens' logits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +72,27 @@ class _State:
 
     request: EngineRequest
     phase: _Phase = _Phase.IDLE
-    attempts: int = 0
+    attempt: int = 0
+    """Which of all requests' attempts is its last: what is told of an earlier one says nothing about this one."""
+
     preemptions: int = 0
     asked_at: float | None = None
+    """When its deadline began."""
+
+    ordered_at: float = 0.0
+    """When its last attempt began."""
+
+    seconds_left: float = 0.0
+    """Of its deadline, when the last worker answered; waiting for blocks does not count."""
+
     first_page: int = 0
     keys: tuple[str, ...] = ()
     reports: list[int] = field(default_factory=list)
-    loading: frozenset[int] = frozenset()
+    loading: BlockIds = ()
     loading_tokens: int = 0
+    loaded_pages: int = 0
+    """Pages of `loading` before the first that is known to have failed, on any worker."""
+
     lands_first: bool = False
     """Whether it was asked to land, so that blocks are taken for what has landed."""
 
@@ -86,7 +101,7 @@ class _State:
 
     @property
     def ticket(self) -> Ticket:
-        return self.request.request_id, self.attempts
+        return self.request.request_id, self.attempt
 
 
 class SchedulerSide:
@@ -114,33 +129,42 @@ class SchedulerSide:
         self._workers = workers
         self._landing_pages = landing_pages
         self._clock = clock
+        # A request that waits for blocks for longer is asked about anew: the workers hold what has landed no longer.
+        self._held_seconds = max(options.hold_limit, options.deadline)
         self._states: dict[str, _State] = {}
         self._orders = Orders()
         self._unstaged: dict[int, tuple[int, frozenset[int]]] = {}
         self._saves_ordered = 0
+        self._attempts = 0
         self.counters: dict[str, int] = {"restored_tokens": 0, "failed_loads": 0, "unanswered_lookups": 0}
 
     # -- questions
 
     def matched_tokens(self, request: EngineRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens can be had beyond the `num_computed_tokens` that the engine has; ``None``: ask again."""
-        state = self._states.setdefault(request.request_id, _State(request))
+        state = self._states.get(request.request_id)
+        if state is None:
+            state = self._states[request.request_id] = _State(request)
+        if request.skip_reading_prefix_cache:
+            return 0, False
         if state.preemptions < request.num_preemptions:
             state.preemptions = request.num_preemptions
             if state.phase is not _Phase.FAILED:
                 self._forget(state)
-                state.phase, state.attempts = _Phase.IDLE, state.attempts + 1
+                state.phase = _Phase.IDLE
                 state.asked_at = None
         first_page = num_computed_tokens // self._block_size
         last_page = min((request.num_tokens - 1) // self._block_size, len(request.block_hashes))
         if state.phase in (_Phase.ANSWERED, _Phase.FAILED, _Phase.LOADING):
             return 0, False
-        if state.phase is not _Phase.IDLE and state.first_page != first_page:
-            # What the engine has of the prefix changed while this request waited: what landed does not fit any more.
-            self._forget(state)
-            if state.phase is _Phase.LANDED:  # it was answered in time, and waits for blocks
-                state.asked_at = None
-            state.phase = _Phase.IDLE
+        if state.phase is not _Phase.IDLE:
+            answered = len(state.reports) >= self._workers
+            if state.first_page != first_page or (answered and self._clock() >= state.ordered_at + self._held_seconds):
+                # While this request waited, what the engine has of the prefix changed, or what landed was let go.
+                self._forget(state)
+                if answered:  # in time, and it waits for blocks
+                    state.asked_at = None
+                state.phase = _Phase.IDLE
         if last_page <= first_page:  # not for good: while the request waits for blocks, the engine may lose what it has
             return 0, False
         if state.phase is _Phase.IDLE:
@@ -173,14 +197,15 @@ class SchedulerSide:
         pages = -(-num_external_tokens // self._block_size)
         first = state.first_page
         wanted: BlockIds = tuple(tuple(ids[first : first + pages]) for ids in block_ids)
-        state.loading = blocks_of(wanted)
+        state.loading = wanted
         state.loading_tokens = num_external_tokens
+        state.loaded_pages = pages
         state.saved_pages = first + pages
         state.phase = _Phase.LOADING
         if state.lands_first:
             self._orders.places.append(PlaceOrder(state.ticket, wanted))
         else:
-            self._orders.loads.append(LoadOrder(state.ticket, state.keys[:pages], wanted, self._options.deadline))
+            self._orders.loads.append(LoadOrder(state.ticket, state.keys[:pages], wanted, state.seconds_left))
 
     def finished(self, request_id: str) -> None:
         """The request has ended; a load into its blocks is given up, and reported as received all the same."""
@@ -212,29 +237,38 @@ class SchedulerSide:
     ) -> None:
         """What the workers have told: landed pages, loads that have ended, and what of them failed."""
         if reports is not None:
-            for (request_id, attempt), pages in reports.landed.items():
-                state = self._states.get(request_id)
-                if state is not None and state.attempts == attempt:
+            for ticket, pages in reports.landed.items():
+                state = self._states.get(ticket[0])
+                if state is not None and state.ticket == ticket:
                     state.reports += pages
+                    state.seconds_left = max(0.0, (state.asked_at or 0.0) + self._options.deadline - self._clock())
             for number, count in reports.staged.items():
                 workers, blocks = self._unstaged.pop(number, (0, frozenset()))
                 if workers > count:
                     self._unstaged[number] = workers - count, blocks
-        failures, bad_blocks = set(failed), frozenset(failed_blocks)
+        loads = [state for state in self._states.values() if state.phase is _Phase.LOADING]
+        if bad_blocks := frozenset(failed_blocks):
+            # Told as soon as the first worker knows; received is told when the last has ended.
+            for state in loads:
+                state.loaded_pages = min(state.loaded_pages, _pages_before(bad_blocks, state.loading))
+        for request_id in failed:
+            if (state := self._states.get(request_id)) is not None:
+                state.loaded_pages = 0
         if self._options.mode is LoadMode.LAYERWISE:  # the step that was ordered to load has done so
-            received = [name for name, state in self._states.items() if state.phase is _Phase.LOADING]
+            received = [state.request.request_id for state in loads]
         for request_id in received:
             state = self._states.get(request_id)
             if state is None or state.phase is not _Phase.LOADING:
                 continue
-            if request_id in failures or not bad_blocks.isdisjoint(state.loading):
+            loaded_tokens = min(state.loading_tokens, state.loaded_pages * self._block_size)
+            self.counters["restored_tokens"] += loaded_tokens
+            if loaded_tokens < state.loading_tokens:
                 state.phase = _Phase.FAILED
                 state.saved_pages = None
                 self.counters["failed_loads"] += 1
             else:
                 state.phase = _Phase.ANSWERED
-                self.counters["restored_tokens"] += state.loading_tokens
-            state.loading = frozenset()
+            state.loading = ()
 
     # -- helpers
 
@@ -246,7 +280,9 @@ class SchedulerSide:
         if left <= 0:
             self._answer(state)
             return 0, False
-        state.attempts += 1
+        self._attempts += 1
+        state.attempt = self._attempts
+        state.ordered_at = now
         state.first_page = first_page
         state.keys = tuple(bytes(digest).hex() for digest in state.request.block_hashes[first_page:last_page])
         state.reports = []
@@ -284,3 +320,9 @@ class SchedulerSide:
             self._unstaged[self._saves_ordered] = self._workers, blocks_of(block_ids)
             keys = tuple(bytes(digest).hex() for digest in request.block_hashes[first:last])
             yield SaveOrder(self._saves_ordered, request_id, keys, block_ids)
+
+
+def _pages_before(blocks: frozenset[int], block_ids: BlockIds) -> int:
+    """The pages before the first that has one of these blocks."""
+    rows = enumerate(zip(*block_ids, strict=True))
+    return next((page for page, ids in rows if not blocks.isdisjoint(ids)), len(block_ids[0]))

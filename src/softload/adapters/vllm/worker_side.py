@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeAlias
 
 import anyio
 import structlog
@@ -33,6 +35,8 @@ __all__ = ["WorkerSide"]
 
 _log = structlog.get_logger(__name__)
 
+_Job: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
+
 _STAGING_SECONDS = 0.5
 """How long a step may wait for saves to have read the blocks that it writes; then they are given up."""
 
@@ -57,8 +61,10 @@ class _Save:
 
     number: int
     parts: int
-    futures: list[Future[None]] = field(default_factory=list)
     staged: threading.Event = field(default_factory=threading.Event)
+    given_up: bool = False
+    scopes: list[anyio.CancelScope] = field(default_factory=list)
+    """Of its parts. Used on the loop only, as is `given_up`."""
 
 
 class WorkerSide:
@@ -94,40 +100,38 @@ class WorkerSide:
         self._saves: dict[int, _Save] = {}
         self._saving: set[Future[None]] = set()
 
-    def make_way(self, orders: Orders) -> None:
-        """Before the forward: wait, bounded, until saves have read the blocks that this step writes."""
-        jobs = [job for number in orders.overwritten if (job := self._saves.get(number)) is not None]
+    def make_way(self, numbers: Iterable[int]) -> None:
+        """Wait, bounded, until these save orders have read their blocks, which are about to be written."""
+        jobs = [job for number in numbers if (job := self._saves.get(number)) is not None]
         until = time.monotonic() + _STAGING_SECONDS
         late = [job for job in jobs if not job.staged.wait(max(0.0, until - time.monotonic()))]
-        for job in late:
-            for future in job.futures:
-                future.cancel()
+        if late:
+            self._spawn([lambda: self._give_up(late)])
         for job in late:
             if not job.staged.wait(_GIVE_UP_SECONDS):
                 _log.error("save.not_given_up", number=job.number)
 
     def start_loads(self, orders: Orders) -> None:
         """Prefetches, placements and loads. After the forward was launched, or before one that waits for its loads."""
-        for ticket in orders.cancelled:
-            self._spawn(lambda ticket=ticket: self._cancel(ticket))  # type: ignore[misc]
-        for prefetch in orders.prefetches:
-            if not self._spawn(lambda order=prefetch: self._prefetch(order)):  # type: ignore[misc]
-                self._outbox.landed(prefetch.ticket, 0)
         fence = self._fence() if orders.places or orders.loads else None
-        for place in orders.places:
-            self._outbox.expect(place.ticket[0])
-            if not self._spawn(lambda order=place: self._place(order, fence)):  # type: ignore[misc]
-                self._fail(place.ticket, place.block_ids)
-        if self._options.mode is LoadMode.LAYERWISE:
-            if orders.loads:
-                num_layers = max(self._layers.values()) + 1
-                self._step_loads = StepLoads(self._bridge, self._units, orders.loads, self._layers, num_layers)
-                self._step_loads.start(fence)
-            return
-        for load in orders.loads:
-            self._outbox.expect(load.ticket[0])
-            if not self._spawn(lambda order=load: self._load(order, fence)):  # type: ignore[misc]
-                self._fail(load.ticket, load.block_ids)
+        layerwise = self._options.mode is LoadMode.LAYERWISE
+        jobs: list[_Job] = [partial(self._cancel, ticket) for ticket in orders.cancelled]
+        jobs += [partial(self._prefetch, order) for order in orders.prefetches]
+        jobs += [partial(self._place, order, fence) for order in orders.places]
+        into_blocks = [*orders.places, *(() if layerwise else orders.loads)]
+        if not layerwise:
+            jobs += [partial(self._load, order, fence) for order in orders.loads]
+        for order in into_blocks:
+            self._outbox.expect(order.ticket)
+        if jobs and not self._spawn(jobs):
+            for prefetch in orders.prefetches:
+                self._outbox.landed(prefetch.ticket, 0)
+            for order in into_blocks:
+                self._fail(order.ticket, order.block_ids)
+        if layerwise and orders.loads:
+            num_layers = max(self._layers.values()) + 1
+            self._step_loads = StepLoads(self._bridge, self._units, orders.loads, self._layers, num_layers)
+            self._step_loads.start(fence)
 
     def wait_for_layer(self, name: str) -> None:
         """In the forward: wait for what this step loads of a layer, until the deadline at most."""
@@ -145,21 +149,18 @@ class WorkerSide:
         if not orders.saves:
             return
         fence = self._fence()
+        parts = []
         for order in orders.saves:
-            parts = list(self._units.save_parts(len(order.keys)))
-            job = _Save(order.number, len(parts))
-            self._saves[order.number] = job
-            for part in parts:
-                try:
-                    future = self._bridge.spawn(
-                        lambda order=order, job=job, part=part: self._save(order, job, part, fence)  # type: ignore[misc]
-                    )
-                except LoaderClosedError:
-                    self._part_staged(job)
-                    continue
-                job.futures.append(future)
-                self._saving.add(future)
-                future.add_done_callback(self._saving.discard)
+            ranges = list(self._units.save_parts(len(order.keys)))
+            self._saves[order.number] = job = _Save(order.number, len(ranges))
+            parts += [partial(self._save, order, job, part, fence) for part in ranges]
+        future = self._spawn(parts)
+        if future is None:
+            for order in orders.saves:
+                self._read(self._saves[order.number])
+            return
+        self._saving.add(future)
+        future.add_done_callback(self._saving.discard)
 
     def drain(self, timeout: float) -> bool:
         """Wait until the saves that were ordered so far have ended; False where that takes longer."""
@@ -253,10 +254,11 @@ class WorkerSide:
                 self._part_staged(job)
 
         try:
-            loader = self._bridge.loader
-            if loader is not None:
-                unit = self._units.save(order, part, fence)
-                if unit is not None:
+            with anyio.CancelScope() as scope:
+                job.scopes.append(scope)
+                loader = self._bridge.loader
+                unit = None if loader is None or job.given_up else self._units.save(order, part, fence)
+                if loader is not None and unit is not None:
                     loader.computed(unit)
                     await loader.save([unit], staged=lambda _: on_staged())
         except LoaderClosedError:
@@ -266,14 +268,20 @@ class WorkerSide:
         finally:
             on_staged()
 
+    async def _give_up(self, jobs: Sequence[_Save]) -> None:
+        for job in jobs:
+            job.given_up = True
+            for scope in job.scopes:
+                scope.cancel()
+
     # -- telling
 
-    def _spawn(self, function: Callable[[], Awaitable[None]]) -> bool:
+    def _spawn(self, jobs: Sequence[_Job]) -> Future[None] | None:
+        """``None`` where the loop has ended."""
         try:
-            self._bridge.spawn(function)
+            return self._bridge.spawn_all(jobs)
         except LoaderClosedError:
-            return False
-        return True
+            return None
 
     def _finish(self, ticket: Ticket, block_ids: BlockIds, report: LoadReport) -> None:
         (outcome,) = report.outcomes.values()
@@ -285,11 +293,15 @@ class WorkerSide:
     def _received(self, ticket: Ticket, block_ids: BlockIds, restored: int) -> None:
         """Never for a draft's sake: what is told as bad is what the target lacks."""
         bad = [block for ids in block_ids for block in ids[restored:]]
-        self._outbox.received(ticket[0], bad, failed=restored < len(block_ids[0]))
+        self._outbox.received(ticket, bad, failed=restored < len(block_ids[0]))
 
     def _part_staged(self, job: _Save) -> None:
         job.parts -= 1
         if not job.parts:
-            self._saves.pop(job.number, None)
-            self._outbox.staged(job.number)
-            job.staged.set()
+            self._read(job)
+
+    def _read(self, job: _Save) -> None:
+        """A save order's blocks are not read any more."""
+        self._saves.pop(job.number, None)
+        self._outbox.staged(job.number)
+        job.staged.set()

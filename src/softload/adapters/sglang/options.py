@@ -1,0 +1,188 @@
+"""Settings of the linker: what `linker_extra_config` may hold, checked when the engine starts."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from typing import Any
+
+from softload.config import DraftPolicy, Integrity, Layout, LoaderConfig, ReadMode
+from softload.stores import open_store, parse_duration, parse_size
+
+__all__ = ["Admission", "LinkerOptions"]
+
+_WHERE = "linker_extra_config"
+_SIZES = ("landing_bytes",)
+_DURATIONS = (
+    "deadline",
+    "lookup_deadline",
+    "save_deadline",
+    "blocking_limit",
+    "offload_limit",
+    "hold_limit",
+    "prefetch_ttl",
+    "start_timeout",
+)
+_COUNTS = ("truncate_pages", "read_lanes", "write_lanes", "stuck_threads", "max_holds")
+_FLAGS = ("save", "require_store")
+
+
+class Admission(StrEnum):
+    """When bytes come, and who waits for them."""
+
+    HOLD = "hold"
+    """They land while the request waits in the queue, without slots, and others pass it."""
+
+    STREAM = "stream"
+    """The request runs once the store says what it has, and its forward waits for each layer."""
+
+    SYNC = "sync"
+    """The scheduler waits for them, at most `blocking_limit`; needs no hooks into SGLang."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkerOptions:
+    """Settings of one `SoftloadLinker`. Durations in seconds, sizes in bytes; as text also ``"500ms"``, ``"2GiB"``.
+
+    Args:
+        store: URL for `softload.open_store`.
+        namespace: what object keys start with; made from the model's name and settings by default. With layout `page`
+            the prefix of SGLang's own keys, by default its own default: the model's path with dashes for slashes.
+        admission: see `Admission`; ``None`` for `hold` where SGLang can be hooked for it, else `sync`.
+        layout: see `softload.Layout`; `page` reads and writes the objects of SGLang's own Mooncake linker.
+        integrity: see `softload.Integrity`.
+        draft_policy: see `softload.DraftPolicy`.
+        truncate_pages: the most pages that the draft policy `truncate` gives up.
+        deadline: from a request's first match until it is answered with what has landed.
+        lookup_deadline: the part of it that the question for what is there may take.
+        blocking_limit: the longest that the scheduler's thread waits for the store in one step; only `sync` waits.
+        save_deadline: a save that is not done by then is given up.
+        offload_limit: how long an offload may lock its node of the tree, whatever becomes of the save.
+        hold_limit: how long landed bytes wait for the scheduler to find slots for them.
+        prefetch_ttl: how long landed bytes that nobody took may serve other requests.
+        landing_bytes: landing memory of each rank.
+        read_lanes: reads of the store at a time.
+        write_lanes: writes to the store at a time.
+        stuck_threads: calls of a kind that may hang before work is shed; a quarter of the cores, 2 to 16, by default:
+            Mooncake's reads spin as long as their owner is frozen, and must leave the engine its cores.
+        max_holds: requests whose bytes are under way at a time; later ones wait for their turn.
+        save: whether computed pages are saved.
+        require_store: whether a store that cannot be set up keeps the engine from starting.
+        start_timeout: how long the start waits for the store.
+
+    Raises:
+        ValueError: an unknown key, or a value out of range.
+    """
+
+    store: str
+    namespace: str | None = None
+    admission: Admission | None = None
+    layout: Layout = Layout.GROUPED
+    integrity: Integrity = Integrity.SAMPLE
+    draft_policy: DraftPolicy = DraftPolicy.DROP
+    truncate_pages: int = 8
+    deadline: float = 2.0
+    lookup_deadline: float = 0.5
+    blocking_limit: float = 0.02
+    save_deadline: float = 30.0
+    offload_limit: float = 5.0
+    hold_limit: float = 60.0
+    prefetch_ttl: float = 10.0
+    landing_bytes: int = 1 << 30
+    read_lanes: int = 4
+    write_lanes: int = 2
+    stuck_threads: int = field(default_factory=lambda: max(2, min(16, len(os.sched_getaffinity(0)) // 4)))
+    max_holds: int = 64
+    save: bool = True
+    require_store: bool = False
+    start_timeout: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name, kind in (
+            ("admission", Admission),
+            ("layout", Layout),
+            ("integrity", Integrity),
+            ("draft_policy", DraftPolicy),
+        ):
+            value = getattr(self, name)
+            if value is None and name == "admission":
+                continue
+            if value not in list(kind):
+                raise ValueError(f"{_WHERE}: {name}: expected one of {', '.join(kind)}, got {value!r}")
+            object.__setattr__(self, name, kind(value))
+        for name in _FLAGS:
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ValueError(f"{_WHERE}: {name}: expected true or false, got {value!r}")
+        for name in (*_SIZES, *_COUNTS):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < (0 if name == "truncate_pages" else 1):
+                raise ValueError(f"{_WHERE}: {name}: expected a positive whole number, got {value!r}")
+        for name in _DURATIONS:
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < math.inf:
+                raise ValueError(f"{_WHERE}: {name}: expected 0 or more seconds, got {value!r}")
+        self.loader_config("check")
+
+    @classmethod
+    def parse(cls, extra: Mapping[str, Any]) -> LinkerOptions:
+        """The settings that `linker_extra_config` holds.
+
+        Raises:
+            ValueError: no store, an unknown key, or a value that does not parse.
+        """
+        known = [option.name for option in fields(cls)]
+        unknown = sorted(set(extra) - set(known))
+        if unknown:
+            raise ValueError(f"{_WHERE}: expected keys out of {', '.join(known)}, got {', '.join(unknown)}")
+        if not isinstance(extra.get("store"), str):
+            raise ValueError(f"{_WHERE}: store: expected a URL like mooncake://host:port, got {extra.get('store')!r}")
+        values = dict(extra)
+        if not isinstance(values.get("namespace"), str | None):
+            raise ValueError(f"{_WHERE}: namespace: expected a string, got {values['namespace']!r}")
+        for names, parse in ((_SIZES, parse_size), (_DURATIONS, parse_duration)):
+            for name in names:
+                if isinstance(values.get(name), str):
+                    try:
+                        values[name] = parse(values[name])
+                    except ValueError as error:
+                        raise ValueError(f"{_WHERE}: {name}: {error}") from None
+        options = cls(**values)
+        open_store(options.store)  # only parsed: it connects when a loader opens it
+        return options
+
+    def loader_config(
+        self,
+        namespace: str,
+        *,
+        admission: Admission = Admission.HOLD,
+        tp_rank: int = 0,
+        cp_rank: int = 0,
+        pp_rank: int = 0,
+    ) -> LoaderConfig:
+        """The loader's settings of one rank."""
+        # Whole pages of `page` would let the first layer wait for the last.
+        by_layer = admission is Admission.STREAM and self.layout is Layout.PAGE
+        return LoaderConfig(
+            read_mode=ReadMode.RANGES if by_layer else ReadMode.AUTO,
+            namespace=namespace,
+            tp_rank=tp_rank,
+            cp_rank=cp_rank,
+            pp_rank=pp_rank,
+            layout=self.layout,
+            integrity=self.integrity,
+            draft_policy=self.draft_policy,
+            truncate_pages=self.truncate_pages,
+            deadline=self.deadline,
+            lookup_deadline=self.lookup_deadline,
+            save_deadline=self.save_deadline,
+            landing_bytes=self.landing_bytes,
+            read_lanes=self.read_lanes,
+            write_lanes=self.write_lanes,
+            stuck_threads=self.stuck_threads,
+            hold_limit=self.hold_limit,
+            prefetch_ttl=self.prefetch_ttl,
+        )

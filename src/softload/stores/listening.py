@@ -1,0 +1,62 @@
+"""On which ports a process listens, as the kernel says it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Final
+
+__all__ = ["exposed_ports", "listening_ports"]
+
+_LISTENING: Final = "0A"
+_LOOPBACK: Final = ("7F", "00000000000000000000000001000000")
+"""How addresses of loopback end (IPv4, whose bytes are reversed) and what they are (IPv6)."""
+
+
+def listening_ports(pid: int | None = None) -> dict[int, bool]:
+    """TCP ports of a process that accept connections, and whether other machines reach them.
+
+    Args:
+        pid: of the process; ``None`` for this one.
+
+    Returns:
+        empty where the kernel does not tell (another system than Linux, another user's process).
+    """
+    process = Path("/proc") / ("self" if pid is None else str(pid))
+    try:
+        inodes = _sockets(process)
+        lines = [
+            line.split()
+            for table in ("tcp", "tcp6")
+            for line in (process / "net" / table).read_text(encoding="ascii").splitlines()[1:]
+        ]
+    except OSError:
+        return {}
+    ports: dict[int, bool] = {}
+    for fields in lines:
+        address, _, port = fields[1].rpartition(":")
+        if fields[3] == _LISTENING and fields[9] in inodes:
+            number = int(port, 16)
+            ports[number] = ports.get(number, False) or not _is_loopback(address)
+    return ports
+
+
+def exposed_ports(pid: int | None = None) -> list[int]:
+    """Those of `listening_ports` that other machines reach, sorted."""
+    return sorted(port for port, exposed in listening_ports(pid).items() if exposed)
+
+
+def _sockets(process: Path) -> set[str]:
+    inodes = set()
+    for descriptor in (process / "fd").iterdir():
+        with contextlib.suppress(OSError):  # closed since
+            target = os.readlink(descriptor)
+            if target.startswith("socket:["):
+                inodes.add(target[len("socket:[") : -1])
+    return inodes
+
+
+def _is_loopback(address: str) -> bool:
+    v4, v6 = _LOOPBACK
+    return address.endswith(v4) if len(address) == 8 else address == v6

@@ -1,0 +1,32 @@
+"""The real engine: restored pages give the tokens of a cold run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from .engines import PAGE, Engine, engine, prompts, tiny_llama
+
+PATIENCE = {"deadline": "20s", "lookup_deadline": "10s"}
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    with engine(tiny_llama(tmp_path_factory.mktemp("model")), PATIENCE) as one:
+        yield one
+
+
+@pytest.mark.parametrize("admission", ["hold", "stream", "sync"])
+def test_cold_device_hit_and_restored_are_the_same(running: Engine, admission: str) -> None:
+    running.relink(admission=admission, blocking_limit="5s", **PATIENCE)
+    asked = prompts(700, 300, 130, seed=3)
+    cold = running.generate(asked, tokens=12)
+    hits = running.generate(asked, tokens=12)
+    running.flush()
+    restored = running.generate(asked, tokens=12)
+    print(running.linker._bridge.statistics())
+    assert [answer.tokens for answer in hits] == [answer.tokens for answer in cold]
+    assert [answer.tokens for answer in restored] == [answer.tokens for answer in cold]
+    assert all(answer.is_good for answer in restored)
+    assert [answer.cached_tokens for answer in restored] == [(len(prompt) - 1) // PAGE * PAGE for prompt in asked]

@@ -1,0 +1,167 @@
+"""The real engine while its store fails: every request answers the tokens of a cold run, and none gets an error."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from softload.protocols import PageStore
+
+from .engines import Answer, Engine, Faults, HookedLinker, Prompt, engine, prompts, tiny_llama
+
+PATIENCE = {"deadline": "20s", "lookup_deadline": "10s"}
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    with engine(tiny_llama(tmp_path_factory.mktemp("model"), layers=4), PATIENCE) as one:
+        yield one
+
+
+def faulty(running: Engine, **options: object) -> Faults:
+    """A linker whose store can be made to fail."""
+    made: list[Faults] = []
+
+    def wrap(store: PageStore) -> Faults:
+        made.append(Faults(store))
+        return made[-1]
+
+    HookedLinker.wrap = staticmethod(wrap)
+    running.relink(**{**PATIENCE, "prefetch_ttl": 0, **options})
+    return made[-1]
+
+
+def stored(running: Engine, *lengths: int, seed: int = 5) -> tuple[list[Prompt], list[Answer]]:
+    """Prompts whose pages are in the store and not on the device, and their answers."""
+    asked = prompts(*lengths, seed=seed)
+    cold = running.generate(asked)
+    running.flush()
+    return asked, cold
+
+
+def tokens(answers: list[Answer]) -> list[list[int]]:
+    return [answer.tokens for answer in answers]
+
+
+@pytest.mark.parametrize("integrity", ["full", "off"])
+def test_damaged_bytes_are_computed_again_only_if_they_are_checked(running: Engine, integrity: str) -> None:
+    faults = faulty(running, integrity=integrity, prefetch_ttl=0)
+    asked, cold = stored(running, 700, 500)
+    faults.damaged = lambda key: True
+    answers = running.generate(asked)
+    assert all(answer.is_good for answer in answers)
+    assert (tokens(answers) == tokens(cold)) is (integrity == "full")
+
+
+FAILURES: dict[str, Callable[[Faults, str], None]] = {
+    "the first layers": lambda faults, page: setattr(faults, "gone", lambda key: page in key),
+    "the last layers": lambda faults, page: setattr(faults, "gone", lambda key: page in key and ".g2" in key),
+    "removed after the match": lambda faults, page: setattr(faults, "removed", lambda key: page in key),
+}
+
+
+@pytest.mark.parametrize("admission", ["hold", "stream", "sync"])
+@pytest.mark.parametrize("what", FAILURES)
+def test_one_of_eight_fails(running: Engine, what: str, admission: str) -> None:
+    """Seven run once, with their pages restored; one is prefilled again."""
+    faults = faulty(running, admission=admission, blocking_limit="5s")
+    asked, cold = stored(running, 700, 300, 450, 200, 330, 640, 260, 390)
+    FAILURES[what](faults, running.pages_of(cold[4])[1])
+    answers = running.together(asked)
+    assert tokens(answers) == tokens(cold)
+    assert all(answer.is_good for answer in answers)
+    forwards = [running.forwards[running.rid_of(answer)] for answer in answers]
+    others = forwards[:4] + forwards[5:]
+    assert others == [1] * 7
+    assert forwards[4] == (2 if admission == "stream" else 1)  # otherwise its failure is known before it runs
+    restored = [answer.cached_tokens for answer in answers]
+    assert restored[:4] + restored[5:] == [(len(prompt) - 1) // 64 * 64 for prompt in asked[:4] + asked[5:]]
+    assert tokens(running.generate(asked)) == tokens(cold)  # from the device: nothing bad was inserted
+    running.flush()
+    assert tokens(running.generate(asked)) == tokens(cold)
+
+
+def test_a_range_fails_in_mid_stream(running: Engine) -> None:
+    """In layout `page` a stream reads ranges; the first layers are there, those of one page end in the middle."""
+    faults = faulty(running, admission="stream", layout="page")
+    asked, cold = stored(running, 700, 300, 450, 200, seed=25)
+    page = running.pages_of(cold[1])[2]
+    struck: list[int] = []
+
+    def torn(key: str, offset: int) -> bool:
+        if page in key and offset > 0:
+            struck.append(offset)
+        return page in key and offset > 0
+
+    faults.torn = torn
+    answers = running.together(asked)
+    assert struck
+    assert tokens(answers) == tokens(cold) and all(answer.is_good for answer in answers)
+    assert [running.forwards[running.rid_of(answer)] for answer in answers] == [1, 2, 1, 1]
+
+
+def test_everything_fails_in_every_batch(running: Engine) -> None:
+    faults = faulty(running, admission="stream")
+    asked, cold = stored(running, 700, 300, 450, 200, seed=9)
+    faults.gone = lambda key: ".g2" in key
+    for _ in range(5):
+        assert tokens(running.together(asked)) == tokens(cold)
+        running.flush()
+
+
+@pytest.mark.parametrize("admission", ["hold", "stream"])
+def test_a_failing_request_whose_prompt_comes_in_chunks(running: Engine, admission: str) -> None:
+    faults = faulty(running, admission=admission)
+    head = prompts(1200, seed=21)[0]
+    running.generate([head])
+    running.flush()
+    asked = [head + prompts(2700, seed=22)[0]]
+    cold = running.generate(asked)
+    running.flush()
+    faults.gone = lambda key: ".g2" in key
+    answers = running.generate(asked)
+    assert tokens(answers) == tokens(cold) and answers[0].is_good
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("admission", ["hold", "stream"])
+def test_a_client_leaves_while_its_request_loads(running: Engine, admission: str, fails: bool) -> None:
+    faults = faulty(running, admission=admission)
+    asked, cold = stored(running, 700, 300, seed=13)
+    faults.seconds = 0.3
+    faults.gone = lambda key: fails and ".g2" in key
+    left = running.start(asked[0])
+    time.sleep(0.15)
+    running.abort(left)
+    stayed = running.generate(asked[1:])
+    assert left.done.wait(20)
+    assert tokens(stayed) == tokens(cold[1:])
+    faults.seconds = 0.0
+    running.flush()
+    assert tokens(running.generate(asked)) == tokens(cold)
+
+
+def test_a_decoding_request_goes_on_while_another_loads(running: Engine) -> None:
+    """In `hold` a load of 200 ms costs those that decode nothing."""
+    gaps = {}
+    for admission in ("hold", "stream"):
+        faults = faulty(running, admission=admission, read_lanes=1)
+        asked, cold = stored(running, 1900, seed=17)
+        decoding = running.start(prompts(100, seed=18)[0], tokens=400)
+        while len(decoding.tokens) < 20:
+            time.sleep(0.01)
+        faults.seconds = 0.2 / 3
+        loading = running.start(asked[0])
+        assert loading.done.wait(30)
+        during = [at for at in decoding.times if loading.sent <= at <= loading.times[0]]
+        gaps[admission] = max(after - before for before, after in zip(during, during[1:], strict=False))
+        running.abort(decoding)
+        assert decoding.done.wait(20)
+        assert loading.tokens == cold[0].tokens
+        gap = gaps[admission] * 1e3
+        print(f"{admission}: {len(during)} tokens, longest gap {gap:.0f} ms, first {loading.first:.3f} s")
+        if admission == "hold":
+            assert len(during) >= 10
+    assert gaps["hold"] < gaps["stream"]

@@ -1,0 +1,100 @@
+"""Settings are checked when the engine starts; an engine that cannot be hooked gets `sync`, or an error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinkerWrapper
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+from softload import Layout
+from softload.adapters.sglang import Admission, LinkerOptions, hooking
+
+from .trees import KINDS, tree_of
+
+
+def test_text_is_parsed() -> None:
+    options = LinkerOptions.parse(
+        {"store": "memory://", "deadline": "1500ms", "landing_bytes": "64MiB", "layout": "page", "admission": "stream"}
+    )
+    assert (options.deadline, options.landing_bytes) == (1.5, 64 << 20)
+    assert (options.layout, options.admission) == (Layout.PAGE, Admission.STREAM)
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({}, "store: expected a URL like mooncake://host:port, got None"),
+        ({"store": "memory://", "deadlines": 1}, "expected keys out of .*, got deadlines"),
+        ({"store": "http://x"}, "expected a URL like memory://"),
+        ({"store": "memory://", "admission": "later"}, "admission: expected one of hold, stream, sync, got 'later'"),
+        ({"store": "memory://", "deadline": -1}, "deadline: expected 0 or more seconds, got -1"),
+        ({"store": "memory://", "deadline": "soon"}, "deadline: "),
+        ({"store": "memory://", "max_holds": 0}, "max_holds: expected a positive whole number, got 0"),
+        ({"store": "memory://", "save": "yes"}, "save: expected true or false, got 'yes'"),
+        ({"store": "memory://", "namespace": 5}, "namespace: expected a string, got 5"),
+        ({"store": "memory://", "layout": "rows"}, "layout: expected one of grouped, page, got 'rows'"),
+    ],
+)
+def test_what_is_wrong_is_said(extra: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        LinkerOptions.parse(extra)
+
+
+def test_hold_is_the_default() -> None:
+    with tree_of(KINDS["mha"]) as tree:
+        assert tree.linker.admission is Admission.HOLD
+
+
+def test_a_changed_target_means_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pause_generation(self: Any, request: Any) -> None:
+        """Another function than the one that was hooked."""
+
+    monkeypatch.setattr(Scheduler, "pause_generation", pause_generation)
+    assert "Scheduler.pause_generation" in (hooking.missing() or "")
+    for asked in ({}, {"admission": "hold"}):
+        with tree_of(KINDS["mha"], asked) as tree:
+            assert tree.linker.admission is Admission.SYNC
+
+
+def test_without_any_hook_pages_are_restored_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    for owner, names in (
+        (UnifiedCacheLinkerWrapper, ("match", "finish_loads", "release_request")),
+        (UnifiedRadixCache, ("finish_external_linker_loads",)),
+    ):
+        for name in names:
+            monkeypatch.setattr(owner, name, getattr(owner, name).__wrapped__)
+    with tree_of(KINDS["mha"], {"blocking_limit": "5s"}) as tree:
+        assert tree.linker.admission is Admission.SYNC
+        asked = list(range(1000, 1000 + 3 * tree.page_size))
+        written = tree.compute(asked)
+        tree.settle()
+        tree.evict_all()
+        req = tree.request([*asked, 7])
+        assert tree.match(req) == len(asked)
+        slots = tree.load_back(req)
+        assert slots is not None
+        tree.forward(3)
+        got = tree.restored(req, slots)
+        assert all(torch.equal(got[name], written[name]) for name in written)
+        assert tree.cache.finish_external_linker_loads([req]) == []
+        assert req.discard_output_reason is None
+
+
+def test_another_version_is_not_hooked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooking, "TESTED_VERSIONS", ("0.5.22",))
+    assert hooking._changed() == "SGLang 0.5.23, expected 0.5.22"
+
+
+def test_an_engine_that_was_not_tried_needs_sync_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("softload.adapters.sglang.engine._unsupported", lambda params: ["pipeline parallelism"])
+    with tree_of(KINDS["mha"]) as tree:
+        assert tree.linker.admission is Admission.SYNC
+    with (
+        pytest.raises(ValueError, match="'hold' was not tried with pipeline parallelism"),
+        tree_of(KINDS["mha"], {"admission": "hold"}),
+    ):
+        pass
