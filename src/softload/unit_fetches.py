@@ -185,6 +185,11 @@ class UnitFetches:
         """Let go of whole columns, which are copied."""
         for column in columns:
             self._let_go_column(column, keep=keep)
+            # All of it may have been here when the unit began: nobody brings it again.
+            if any(each is column for each, _ in self._unplanned):
+                self._unplanned = deque((each, first) for each, first in self._unplanned if each is not column)
+                if not self._unplanned:
+                    self._release_spare()
 
     def let_go_all(self, *, keep: bool) -> None:
         """Let go of everything; landed bytes may serve later units with `keep`."""
