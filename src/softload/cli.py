@@ -244,7 +244,7 @@ def _requests(options: ReplayOptions) -> list[TraceRequest]:
 
 def _check_writable(option: str, file: Path | None) -> None:
     """Before the run, whose figures would be lost."""
-    if file is None or file == Path("-"):
+    if file is None or (option == "--json" and file == Path("-")):
         return
     was_there = file.exists()
     try:

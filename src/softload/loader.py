@@ -244,7 +244,10 @@ class PageLoader(AsyncContextManagerMixin):
                     self._phase = _Phase.NEW
             tasks.cancel_scope.cancel()
         if failure is not None:
-            raise failure
+            try:
+                raise failure
+            finally:
+                del failure  # it refers to this frame, and so to the landing memory: no circle for the collector
 
     async def _open(self, tasks: anyio.abc.TaskGroup) -> Context:
         """What is wrong with the settings shows before the store is touched."""

@@ -43,7 +43,7 @@ class LoaderBridge:
         self._make_loader = make_loader
         self._retry_seconds = retry_seconds
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._handed: deque[Callable[[], Awaitable[None]]] = deque()
+        self._handed: deque[Callable[[], Coroutine[Any, Any, None]]] = deque()
         """What other threads want to run, on its way to the loop."""
         self._futures: set[Future[Any]] = set()
         self._arrived: anyio.Event | None = None

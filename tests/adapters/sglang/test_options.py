@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,6 +45,14 @@ def test_text_is_parsed() -> None:
 def test_what_is_wrong_is_said(extra: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         LinkerOptions.parse(extra)
+
+
+def test_the_documented_options_are_those_there_are() -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "sglang.md").read_text()
+    table = page.split("## Options", 1)[1].split("##", 1)[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    documented = [name for row in rows for name in re.findall("`(.*?)`", row)]
+    assert sorted(documented) == sorted(field.name for field in dataclasses.fields(LinkerOptions))
 
 
 def test_hold_is_the_default() -> None:

@@ -121,10 +121,16 @@ def run(address: str, asked: list[list[int]], seconds: float) -> list[tuple[int,
     return answers
 
 
+# One byte of an object is flipped now and then: only a digest of all bytes finds that.
 LINKER = {
     "linker": "FaultyLinker",
     "linker_module_path": "tests.adapters.sglang.faulty_linker",
-    "linker_extra_config": {"store": "memory://?capacity=1GiB", "deadline": "1s", "prefetch_ttl": 1},
+    "linker_extra_config": {
+        "store": "memory://?capacity=1GiB",
+        "integrity": "full",
+        "deadline": "1s",
+        "prefetch_ttl": 1,
+    },
 }
 
 
