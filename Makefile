@@ -16,7 +16,7 @@ SECONDS ?= 1800
 # More options for pytest, for example: make test PYTEST="-k breaker -x"
 PYTEST ?=
 
-.PHONY: help venv test test-all soak test-vllm test-vllm-all test-sglang test-sglang-all lint demo clean
+.PHONY: help venv test test-all soak test-vllm test-vllm-all test-sglang test-sglang-all lint demo bench clean
 
 help:  ## Show this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
@@ -87,6 +87,12 @@ lint: $(READY)  ## Check style, formatting, types and the import contracts
 
 demo: $(READY)  ## Replay a trace on an embedded store and report what each load cost
 	@BIN=$(BIN) ./scripts/demo --requests $(REQUESTS) --shape $(SHAPE) $(if $(STORE),--store "$(STORE)") $(TRACE)
+
+# make bench BENCH="--case 'mla 32x64x73728' --store local --rounds 9"
+BENCH ?= --quick
+
+bench: .venv-sglang/.ready  ## Load the same pages as SGLang's linker and bare calls do, side by side
+	.venv-sglang/bin/python benchmarks/side_by_side.py $(BENCH)
 
 clean:  ## Remove .venv and everything that was generated
 	rm -rf .venv .venv-vllm .venv-sglang .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist demo-report.json

@@ -4,6 +4,7 @@ from softload.config import DraftPolicy, Integrity, Layout, LoaderConfig, ReadMo
 from softload.errors import LandingMemoryError, LoaderClosedError, SoftloadError, StoreSetupError
 from softload.geometry import DevicePool, DevicePoolGroup
 from softload.loader import PageLoader
+from softload.native_calls import CallSpan
 from softload.outcomes import (
     Action,
     Admission,
@@ -28,6 +29,7 @@ from softload.transfer import ComponentTransfer, HitPolicy, PoolName, TransferUn
 __all__ = [
     "Action",
     "Admission",
+    "CallSpan",
     "ComponentTransfer",
     "Descriptor",
     "DevicePool",

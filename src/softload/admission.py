@@ -153,10 +153,9 @@ async def _existing(
     while start < pages:
         stop = min(pages, start + step)
         keys = [key for column in wanted for key in column.keys[start:stop] if key not in context.health.negative]
-        asked = keys
-        answers = await context.ask_master(partial(context.calls.exists, asked), len(asked), until) if asked else []
+        answers = await context.ask_master(partial(context.calls.exists, keys), len(keys), until) if keys else []
         failed = next((answer for answer in answers if isinstance(answer, PageStatus)), None)
-        found.update(key for key, answer in zip(asked, answers, strict=True) if answer is True)
+        found.update(key for key, answer in zip(keys, answers, strict=True) if answer is True)
         if failed is not None:
             return found, failed
         if any(key not in found for column in wanted if not column.spec.draft for key in column.keys[start:stop]):

@@ -7,7 +7,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from importlib import metadata
 from pathlib import Path
@@ -23,9 +23,11 @@ from softload.doctor import diagnose
 from softload.errors import LandingMemoryError, SoftloadError, StoreSetupError
 from softload.replay.options import AdmissionMode, ReplayOptions
 from softload.replay.progress import PlainProgress, TerminalProgress
-from softload.replay.report import summary_table
+from softload.replay.recorder import Recorder
+from softload.replay.report import summary_rows, summary_table
 from softload.replay.runner import is_clean, replay
 from softload.replay.shapes import SHAPES, DraftKind
+from softload.replay.timeline import chrome_trace
 from softload.replay.trace import TraceError, TraceRequest
 from softload.stores import parse_size
 
@@ -94,6 +96,12 @@ def replay_command(
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write all figures there; - for standard output.")
     ] = None,
+    report: Annotated[
+        Path | None, typer.Option(metavar="FILE.html", help="Write figures and plots there, as one page.")
+    ] = None,
+    timeline: Annotated[
+        Path | None, typer.Option(metavar="FILE.json", help="Write a trace of loads and lanes there, for Perfetto.")
+    ] = None,
 ) -> None:
     """Replay a request trace against a store, check every restored byte, and report.
 
@@ -119,9 +127,12 @@ def replay_command(
             seed=seed,
         )
         trace_requests = _requests(options)
-        _check_writable(json_file)
+        for option, file in (("--json", json_file), ("--report", report), ("--timeline", timeline)):
+            _check_writable(option, file)
     except ValueError as error:
         _fail(_with_option(str(error), store), status=2)
+    report_page = _page_maker() if report is not None else None
+    recorder = Recorder() if report is not None or timeline is not None else None
     structlog.configure(
         wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
@@ -132,7 +143,7 @@ def replay_command(
     figures: dict[str, object] = {}
     try:
         with bar or nullcontext():
-            figures = asyncio.run(replay(options, trace_requests, bar or PlainProgress(console)))
+            figures = asyncio.run(replay(options, trace_requests, bar or PlainProgress(console), recorder))
     except* (SoftloadError, ValueError) as group:  # alone, or from within the loader's task group
         errors = list(_leaves(group))
         if any(isinstance(error, ValueError) and _with_option(str(error), store) == str(error) for error in errors):
@@ -147,6 +158,10 @@ def replay_command(
             sys.stdout.write(text)
         else:
             json_file.write_text(text, encoding="utf-8")
+    if recorder is not None and timeline is not None:
+        timeline.write_text(json.dumps(chrome_trace(recorder)), encoding="utf-8")
+    if recorder is not None and report is not None and report_page is not None:
+        report.write_text(report_page(figures, recorder, summary_rows(figures)), encoding="utf-8")
     if not is_clean(figures):
         raise typer.Exit(1)
 
@@ -196,6 +211,14 @@ def shapes_command() -> None:
     Console().print(table)
 
 
+def _page_maker() -> Callable[[dict[str, object], Recorder, list[tuple[str, str]]], str]:
+    try:
+        from softload.replay.page import report_page
+    except ModuleNotFoundError as error:
+        _fail(f"--report: expected the package plotly, found none ({error}); install softload[report]", status=2)
+    return report_page
+
+
 def _number(name: str, text: str) -> float:
     try:
         return float(text)
@@ -219,17 +242,17 @@ def _requests(options: ReplayOptions) -> list[TraceRequest]:
         raise ValueError(f"TRACE: expected a file that can be read, got {options.trace}: {error.strerror}") from None
 
 
-def _check_writable(json_file: Path | None) -> None:
+def _check_writable(option: str, file: Path | None) -> None:
     """Before the run, whose figures would be lost."""
-    if json_file is None or json_file == Path("-"):
+    if file is None or (option == "--json" and file == Path("-")):
         return
-    was_there = json_file.exists()
+    was_there = file.exists()
     try:
-        json_file.open("a").close()
+        file.open("a").close()
     except OSError as error:
-        raise ValueError(f"--json: expected a file that can be written, got {json_file}: {error.strerror}") from None
+        raise ValueError(f"{option}: expected a file that can be written, got {file}: {error.strerror}") from None
     if not was_there:
-        json_file.unlink()
+        file.unlink()
 
 
 def _told(error: BaseException, store: str) -> str:

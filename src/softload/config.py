@@ -75,7 +75,7 @@ class LoaderConfig:
         lookup_deadline: a lookup that is not answered by then is a miss.
         save_deadline: a save that is not done by then is given up.
         landing_bytes: landing memory in all.
-        read_lanes: reads of the store at a time.
+        read_lanes: reads of the store at a time; late ones do not count for other endpoints, within `stuck_threads`.
         write_lanes: writes to the store at a time.
         control_lanes: lookups, admissions and other small calls at a time.
         stuck_threads: threads that may be stuck in native calls, per kind of lane, before work is shed.

@@ -15,7 +15,7 @@ from softload.landing import Segment
 from softload.planning import Column
 from softload.transfer import Fence
 
-__all__ = ["Copy", "chunks", "copies_in", "copies_out", "execute", "wait_for", "zeros"]
+__all__ = ["Copy", "chunks", "copies_in", "copies_out", "execute", "rows_of", "runs", "wait_for", "zeros"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -148,15 +148,15 @@ def _copies(
         Copy(
             column.pool.page_views[fragment.buffer],
             rows[first : first + len(run)],
-            _rows_of(run, fragment.offset, fragment.nbytes),
+            rows_of(run, fragment.offset, fragment.nbytes),
             outward,
         )
-        for first, run in _runs(segments)
+        for first, run in runs(segments)
         for fragment in fragments
     ]
 
 
-def _runs(segments: Sequence[Segment]) -> Iterator[tuple[int, Sequence[Segment]]]:
+def runs(segments: Sequence[Segment]) -> Iterator[tuple[int, Sequence[Segment]]]:
     """Runs of segments that lie side by side, as `(index of the first, segments)`."""
     first = 0
     for index in range(1, len(segments) + 1):
@@ -168,7 +168,12 @@ def _runs(segments: Sequence[Segment]) -> Iterator[tuple[int, Sequence[Segment]]
         first = index
 
 
-def _rows_of(run: Sequence[Segment], offset: int, nbytes: int) -> Bytes:
+def rows_of(run: Sequence[Segment], offset: int, nbytes: int) -> Bytes:
+    """Bytes of each of a run's segments: a view, uint8 `[segments, nbytes]`, each row contiguous.
+
+    Raises:
+        ValueError: they lie beyond the object's end.
+    """
     if offset + nbytes > run[0].nbytes:
         raise ValueError(
             f"expected {nbytes} bytes at {offset} within the object, got an object of {run[0].nbytes} bytes"

@@ -143,7 +143,7 @@ class Turn:
     """A unit's place among others: the batches of one unit come one after another, units take turns.
 
     Args:
-        suspects: endpoints that have let the unit down already; a second read shares them with the first.
+        suspects: endpoints that have let the unit down already; second reads and tries share them with the first.
     """
 
     __slots__ = ("suspects", "tag")

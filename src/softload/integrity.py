@@ -9,15 +9,17 @@ key: memory that was reused by another whole object holds a valid tail, but not 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
+from numpy.lib.stride_tricks import as_strided
 
 from softload.config import Integrity
 
-__all__ = ["check_tail", "sample_digest", "write_tail"]
+__all__ = ["check_tail", "check_tails", "sample_digest", "write_tail"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -49,30 +51,55 @@ def check_tail(key: str, memory: Bytes, integrity: Integrity) -> bool:
         memory: the whole object, uint8 `[payload + 32]`, contiguous.
         integrity: which digest is compared; `Integrity.OFF` checks the tail's format and length alone.
     """
-    payload = memory[: -_TAIL.size]
-    kind, length, sample, full = _TAIL.unpack_from(memory.data, payload.size)
-    if kind != _FORMAT or length != payload.size:
-        return False
-    if integrity is Integrity.FULL and full:
-        return bool(_full_digest(payload, _seed(key)) == full)
-    if integrity is Integrity.OFF or not sample:
-        return True
-    return bool(sample_digest(payload, _seed(key)) == sample)
+    return check_tails([key], memory[None, :], integrity)[0]
+
+
+def check_tails(keys: Sequence[str], objects: Bytes, integrity: Integrity) -> list[bool]:
+    """`check_tail` of many objects of one size: what they have in common is done once, without the GIL.
+
+    Args:
+        keys: the keys under which they were read.
+        objects: uint8 `[objects, payload + 32]`, each row contiguous.
+        integrity: see `check_tail`.
+    """
+    size = objects.shape[1] - _TAIL.size
+    tails = np.ascontiguousarray(objects[:, size:]).view("<u8").tolist()
+    payloads = objects[:, :size]
+    samples: memoryview | None = None
+    width = 0
+    good = []
+    for index, (key, (kind, length, sample, full)) in enumerate(zip(keys, tails, strict=True)):
+        if kind != _FORMAT or length != size:
+            good.append(False)
+        elif integrity is Integrity.FULL and full:
+            good.append(_full_digest(payloads[index], _seed(key)) == full)
+        elif integrity is Integrity.OFF or not sample:
+            good.append(True)
+        else:
+            if samples is None:
+                gathered = _samples(payloads)
+                samples, width = gathered.reshape(-1).data, gathered.shape[1]
+            part = samples[index * width : (index + 1) * width]
+            good.append((xxhash.xxh3_64_intdigest(part, seed=_seed(key)) or 1) == sample)
+    return good
 
 
 def sample_digest(payload: Bytes, seed: int = 0) -> int:
     """The digest of 64 bytes in every 4 KiB of `payload` and of its last 64; never 0."""
-    size = payload.size
+    return xxhash.xxh3_64_intdigest(_samples(payload[None, :]).data, seed=seed) or 1
+
+
+def _samples(payloads: Bytes) -> Bytes:
+    """What sample digests are made of, in this order, for every row: uint8 `[rows, n]`, contiguous."""
+    rows, size = payloads.shape
     if size <= _SAMPLE:
-        return _full_digest(payload, seed)
+        return np.ascontiguousarray(payloads)
     blocks = size // _STRIDE
-    hasher = xxhash.xxh3_64(seed=seed)
-    if blocks:
-        hasher.update(payload[: blocks * _STRIDE].reshape(blocks, _STRIDE)[:, :_SAMPLE].tobytes())
+    step = payloads.strides[0]
+    whole = as_strided(payloads, (rows, blocks, _SAMPLE), (step, _STRIDE, 1))
     # The last block may be a part of one: its start and the very end are sampled too.
-    hasher.update(payload[blocks * _STRIDE : blocks * _STRIDE + _SAMPLE].tobytes())
-    hasher.update(payload[-_SAMPLE:].tobytes())
-    return hasher.intdigest() or 1
+    rest = payloads[:, blocks * _STRIDE : blocks * _STRIDE + _SAMPLE]
+    return np.concatenate((whole.reshape(rows, -1), rest, payloads[:, -_SAMPLE:]), axis=1)
 
 
 def _full_digest(payload: Bytes, seed: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import xxhash
@@ -46,7 +47,12 @@ class KeySpace:
             pool: the pool whose bytes it holds.
             part: which of the page's objects in that pool; empty for `Layout.PAGE` with one object a page.
         """
+        return self.object_keys((page_key,), pool, part)[0]
+
+    def object_keys(self, page_keys: Iterable[str], pool: PoolName, part: str) -> tuple[str, ...]:
+        """`object_key` of many pages."""
         if self.layout is Layout.GROUPED:
-            return f"{self.prefix}/{page_key}/{pool}.{part}"
-        name = "k" if pool is PoolName.KV else str(pool)
-        return f"{page_key}_{self.rank}_{name}{part}"
+            head, tail = f"{self.prefix}/", f"/{pool}.{part}"
+        else:
+            head, tail = "", f"_{self.rank}_{'k' if pool is PoolName.KV else pool}{part}"
+        return tuple([f"{head}{page_key}{tail}" for page_key in page_keys])

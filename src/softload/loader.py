@@ -27,7 +27,7 @@ from softload.handles import Load, Prefetch
 from softload.health import Health
 from softload.keys import KeySpace
 from softload.landing import LandingMemory, check_capacity
-from softload.native_calls import CallGroup, RefusedError
+from softload.native_calls import CallGroup, CallSpan, RefusedError
 from softload.outcomes import Lookup, SaveReport
 from softload.protocols import PageStore, RankConsensus, SoloConsensus
 from softload.reading import Reader
@@ -71,6 +71,7 @@ class PageLoader(AsyncContextManagerMixin):
         pools: the engine's pools.
         config: settings; the defaults suit a local store.
         consensus: how the ranks of one engine agree; alone by default.
+        on_call: told on the event loop of every blocking call that has returned, for traces.
     """
 
     def __init__(
@@ -80,11 +81,13 @@ class PageLoader(AsyncContextManagerMixin):
         *,
         config: LoaderConfig | None = None,
         consensus: RankConsensus | None = None,
+        on_call: Callable[[CallSpan], object] | None = None,
     ) -> None:
         self.store = store
         self.pools = pools
         self.config = config or LoaderConfig()
         self._consensus = consensus or SoloConsensus()
+        self._on_call = on_call
         self._context: Context | None = None
         self._saver: Saver | None = None
         self._phase = _Phase.NEW
@@ -241,7 +244,10 @@ class PageLoader(AsyncContextManagerMixin):
                     self._phase = _Phase.NEW
             tasks.cancel_scope.cancel()
         if failure is not None:
-            raise failure
+            try:
+                raise failure
+            finally:
+                del failure  # it refers to this frame, and so to the landing memory: no circle for the collector
 
     async def _open(self, tasks: anyio.abc.TaskGroup) -> Context:
         """What is wrong with the settings shows before the store is touched."""
@@ -300,7 +306,7 @@ class PageLoader(AsyncContextManagerMixin):
             arena=arena,
         )
         reader = Reader(calls, landing, sessions, health, counters, config, spawn)
-        return Context(
+        context = Context(
             config=config,
             pools=self.pools,
             keys=keys,
@@ -319,6 +325,9 @@ class PageLoader(AsyncContextManagerMixin):
             writes=CallGroup("write", width=config.write_lanes, max_stuck=config.stuck_threads),
             spawn=spawn,
         )
+        for group in context.groups():
+            group.on_span = self._on_call
+        return context
 
     async def _close(self, context: Context) -> None:
         """Answer every waiter, then let go in reverse order of opening."""

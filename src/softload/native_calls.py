@@ -2,8 +2,9 @@
 
 A native call cannot be interrupted, so a caller that gives up leaves it running. Such a call is *stuck*: its thread no
 longer counts as one of the group's lanes and another takes its place, up to a bound; past the bound new calls are
-refused at once. Threads are daemons: a stuck one never keeps the process from ending. All bookkeeping happens on the
-event loop; threads only run calls.
+refused at once. A call that only takes long lends its lane, within the same bound, to calls of other kinds: what holds
+up one endpoint holds up no other, and no more of it is started. Threads are daemons: a stuck one never keeps the
+process from ending. All bookkeeping happens on the event loop; threads only run calls.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import importlib.util
 import itertools
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -30,7 +32,7 @@ current_async_library_cvar: contextvars.ContextVar[str | None] | None = None
 if importlib.util.find_spec("sniffio") is not None:
     current_async_library_cvar = importlib.import_module("sniffio").current_async_library_cvar
 
-__all__ = ["CallGroup", "CallGroupStatistics", "NativeCall", "RefusedError", "callback_context"]
+__all__ = ["CallGroup", "CallGroupStatistics", "CallSpan", "NativeCall", "RefusedError", "callback_context"]
 
 T = TypeVar("T")
 
@@ -59,6 +61,27 @@ class RefusedError(Exception):
     """The group takes no more calls: it is closed, or as many threads are stuck as it may have."""
 
 
+@dataclass(frozen=True, slots=True)
+class CallSpan:
+    """One blocking call that has returned, as a trace shows it.
+
+    Args:
+        group: the calls that it shares lanes with.
+        lane: which of them it took, from 0; those that stand in for stuck ones come last.
+        label: what it did; empty where the group says enough.
+        started: when a thread got it, `time.monotonic`.
+        ended: when it returned.
+        abandoned: whether nobody waited for it any more.
+    """
+
+    group: str
+    lane: int
+    label: str
+    started: float
+    ended: float
+    abandoned: bool
+
+
 class NativeCall(Generic[T]):
     """One call.
 
@@ -71,9 +94,13 @@ class NativeCall(Generic[T]):
         "_prepare",
         "_run",
         "abandoned",
+        "ended_at",
         "error",
         "finished",
         "group",
+        "kind",
+        "label",
+        "lane",
         "priority",
         "started_at",
         "value",
@@ -86,13 +113,19 @@ class NativeCall(Generic[T]):
         *,
         prepare: Callable[[], bool] = lambda: True,
         priority: float = 0.0,
+        kind: str = "",
     ) -> None:
         self._run = run
         self._on_return = on_return
         self._prepare = prepare
         self.priority = priority
+        self.kind = kind
         self.group: CallGroup | None = None
+        self.label = ""
+        """What it does, for traces."""
+        self.lane = 0
         self.started_at: float | None = None
+        self.ended_at = 0.0
         self.finished = False
         self.abandoned = False
         self.value: T | None = None
@@ -119,6 +152,7 @@ class NativeCall(Generic[T]):
         except BaseException as error:  # of this thread: it must not end the loop's
             self.error = RuntimeError(f"a blocking call raised {error!r}")
             self.error.__cause__ = error
+        self.ended_at = time.monotonic()
 
     def complete(self) -> None:
         """Run on the loop, once the call has returned."""
@@ -142,6 +176,11 @@ class NativeCall(Generic[T]):
             if self.group is not None and self.started_at is not None and not self.finished:
                 self.group.count_stuck(self)
 
+    def lend_lane(self) -> None:
+        """It takes long, and is waited for: calls of other kinds may run in its lane until it returns."""
+        if self.group is not None and self.started_at is not None and not self.finished and not self.abandoned:
+            self.group.lend_lane(self)
+
 
 @dataclass(frozen=True, slots=True)
 class CallGroupStatistics:
@@ -160,21 +199,27 @@ class CallGroup:
 
     Args:
         name: of its threads.
-        width: calls that run at a time, stuck ones not counted.
-        max_stuck: stuck calls that are replaced; with more of them, submitting is refused.
+        width: calls that run at a time, stuck ones not counted; and calls of one kind, whatever lanes are lent.
+        max_stuck: stuck calls that are replaced, and with them lanes that are lent; with more stuck calls, submitting
+            is refused.
     """
 
     def __init__(self, name: str, *, width: int, max_stuck: int) -> None:
         self.name = name
         self.width = width
         self.max_stuck = max_stuck
+        self.on_span: Callable[[CallSpan], object] | None = None
+        """Told of every call that has returned, on the loop; for traces."""
+        self._lanes: set[int] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._heap: list[tuple[float, int, NativeCall[Any]]] = []
         self._order = itertools.count()
         self._idle: list[SimpleQueue[NativeCall[Any] | None]] = []
         self._threads = 0
         self._running = 0
+        self._of_kind: Counter[str] = Counter()
         self._stuck: set[NativeCall[Any]] = set()
+        self._lent: set[NativeCall[Any]] = set()
         self._alarm: asyncio.TimerHandle | None = None
         self._calls = 0
         self._refused = 0
@@ -222,12 +267,19 @@ class CallGroup:
 
     def count_stuck(self, call: NativeCall[Any]) -> None:
         """A running call was abandoned: another thread may take its lane."""
+        self._leave_lane(call)
         self._stuck.add(call)
         # Not at once: who gives up one call is about to give up others, and those that are queued must not start first.
         assert self._loop is not None
         self._loop.call_soon(self._dispatch, context=callback_context())
         if self._alarm is None:
             self._alarm = self._loop.call_later(_STUCK_SECONDS, self._warn, context=callback_context())
+
+    def lend_lane(self, call: NativeCall[Any]) -> None:
+        """A running call takes long: one of another kind may take its lane."""
+        self._lent.add(call)
+        assert self._loop is not None
+        self._loop.call_soon(self._dispatch, context=callback_context())
 
     def close(self) -> None:
         """Refuse new calls and queued ones, and end idle threads; running calls end theirs when they return."""
@@ -250,15 +302,36 @@ class CallGroup:
         )
 
     def _dispatch(self) -> None:
-        while self._heap and self._running - len(self._stuck) < self.width:
-            _, _, call = heapq.heappop(self._heap)
+        aside: list[tuple[float, int, NativeCall[Any]]] = []
+        while self._heap and self._running - len(self._stuck) - self._lanes_lent < self.width:
+            entry = heapq.heappop(self._heap)
+            call = entry[2]
+            if self._of_kind[call.kind] >= self.width:  # all of them late: no more of these
+                aside.append(entry)
+                continue
             if not call.prepare():
                 continue
             inbox = self._idle.pop() if self._idle else self._start_thread()
             self._running += 1
+            self._of_kind[call.kind] += 1
             self._calls += 1
+            if self.on_span is not None:
+                call.lane = next(lane for lane in itertools.count() if lane not in self._lanes)
+                self._lanes.add(call.lane)
             call.started_at = time.monotonic()
             inbox.put(call)
+        for entry in aside:
+            heapq.heappush(self._heap, entry)
+
+    @property
+    def _lanes_lent(self) -> int:
+        return min(len(self._lent), max(0, self.max_stuck - len(self._stuck)))
+
+    def _leave_lane(self, call: NativeCall[Any]) -> None:
+        self._lent.discard(call)
+        self._of_kind[call.kind] -= 1
+        if not self._of_kind[call.kind]:
+            del self._of_kind[call.kind]
 
     def _warn(self) -> None:
         """Say that calls do not come back; most that are abandoned do, a moment later."""
@@ -287,8 +360,13 @@ class CallGroup:
 
     def _returned(self, inbox: SimpleQueue[NativeCall[Any] | None], call: NativeCall[Any]) -> None:
         self._running -= 1
+        if self.on_span is not None and call.started_at is not None:
+            self._lanes.discard(call.lane)
+            self.on_span(CallSpan(self.name, call.lane, call.label, call.started_at, call.ended_at, call.abandoned))
         if call.abandoned:
             self._stuck.discard(call)
+        else:
+            self._leave_lane(call)
         # Threads that stood in for stuck ones are surplus now.
         if self._closed or len(self._idle) >= self.width:
             inbox.put(None)

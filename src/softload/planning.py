@@ -64,7 +64,7 @@ def columns(
             index,
             spec,
             component.pool,
-            tuple(keys.object_key(key, spec.pool, spec.part) for key in component.keys),
+            keys.object_keys(component.keys, spec.pool, spec.part),
             component.rows,
         )
         for index, component in enumerate(components)
@@ -146,6 +146,8 @@ def boundaries(components: Sequence[ComponentPages]) -> tuple[int, ...]:
 
 def cut(limit: int, components: Sequence[ComponentPages]) -> int:
     """The longest restorable prefix of at most `limit` pages; 0 where there is none."""
+    if all(component.hit_policy is HitPolicy.ALL_PAGES for component in components):
+        return min((_first_bad(component.good[:limit]) for component in components), default=0)
     return max((pages for pages in boundaries(components) if pages <= limit), default=0)
 
 
@@ -180,10 +182,10 @@ def read_batches(
 
 
 def _first_bad(good: Sequence[bool]) -> int:
-    for page, is_good in enumerate(good):
-        if not is_good:
-            return page
-    return len(good)
+    try:
+        return good.index(False)
+    except ValueError:
+        return len(good)
 
 
 def _runs_ending(good: Sequence[bool]) -> list[int]:

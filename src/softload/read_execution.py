@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from softload.config import Integrity
-from softload.fetches import Part, ReadCall
-from softload.integrity import check_tail
+from softload.copies import rows_of, runs
+from softload.fetches import Fetch, Part, ReadCall
+from softload.integrity import check_tails
 from softload.outcomes import PageStatus
 from softload.protocols import Descriptor
 from softload.store_calls import StoreCalls
@@ -36,17 +39,30 @@ def execute_read(calls: StoreCalls, call: ReadCall, integrity: Integrity) -> lis
     now = dict(zip(unproven, calls.descriptors([keys[index] for index in unproven]), strict=True))
     if now:
         call.master_answered = PageStatus.STORE_UNREACHABLE not in now.values()
+    whole = _whole([part.fetch for part in parts], integrity)
     return [
-        _checked(part, status, now.get(index), integrity)
+        _checked(part, status, now.get(index), whole[index])
         for index, (part, status) in enumerate(zip(parts, statuses, strict=True))
     ]
 
 
-def _checked(part: Part, status: PageStatus, now: Descriptor | PageStatus | None, integrity: Integrity) -> ReadAnswer:
+def _whole(fetches: Sequence[Fetch], integrity: Integrity) -> list[bool]:
+    """Whether the bytes of each fetch are whole and its own, as far as its tail tells."""
+    whole: list[bool] = []
+    for first, run in runs([fetch.segment for fetch in fetches]):
+        these = fetches[first : first + len(run)]
+        if these[0].tailed:
+            whole += check_tails([fetch.key for fetch in these], rows_of(run, 0, these[0].size), integrity)
+        else:
+            whole += [True] * len(run)
+    return whole
+
+
+def _checked(part: Part, status: PageStatus, now: Descriptor | PageStatus | None, whole: bool) -> ReadAnswer:
     fetch = part.fetch
     if status is not PageStatus.LOADED:
         return status, None
-    if fetch.tailed and not check_tail(fetch.key, fetch.segment.memory[: fetch.size], integrity):
+    if not whole:
         return PageStatus.CORRUPT, None
     # A dead master cannot have given the memory to others: what its sessions read is good until it is back.
     if now is None or fetch.descriptor is None or now is PageStatus.STORE_UNREACHABLE or now == fetch.descriptor:

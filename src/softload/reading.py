@@ -189,6 +189,7 @@ class Reader:
                 lambda _, call=call: self._returned(call),  # type: ignore[misc]
                 prepare=lambda call=call: self._prepare(call),  # type: ignore[misc]
                 priority=turn.tag,
+                kind=endpoint,
             )
             call.native = native
             try:
@@ -235,7 +236,7 @@ class Reader:
             return False
         sessions = [part.fetch.session for part in live if part.fetch.session is not None]
         if self._sessions.put_off(sessions):  # its lease ran down while the call was queued
-            self._spawn(lambda: self._renew_and_submit(live, Turn(), force=False))
+            self._spawn(lambda: self._renew_and_submit(live, Turn(call.turn.suspects), force=False))
             return False
         for part in live:
             part.state = PartState.IN_FLIGHT
@@ -278,7 +279,7 @@ class Reader:
         for listener in landed:
             listener.wake()
         if again:
-            turn = Turn()
+            turn = Turn(call.turn.suspects)
             if call.ranged:
                 self._spawn(lambda: self._renew_and_submit(again, turn, force=True))
             else:

@@ -96,9 +96,13 @@ class SecondReads:
             call.alarm = None
 
     def landed(self, first: Fetch) -> None:
-        """The first read came first after all."""
+        """The first read came first after all: it serves those too who have joined the second, which goes on."""
         relay = self._out.pop(first, None)
         if relay is not None:
+            for listener in relay.second.joiners:
+                if listener is not relay:  # it may have joined that, too
+                    listener.fetch_replaced(relay.second, first)
+                    listener.wake()
             self._reads.leave(relay.second, relay)
 
     def stands_in(self, first: Fetch, status: PageStatus) -> bool:
@@ -122,6 +126,8 @@ class SecondReads:
     def _overdue(self, call: ReadCall) -> None:
         """The alarm. It is not asked again whether the time is over: timers and clocks round differently."""
         call.alarm, call.overdue = None, True
+        if call.native is not None:
+            call.native.lend_lane()  # before its load's deadline: reads of other endpoints do not wait that long
         firsts = dict.fromkeys(
             part.fetch
             for part in call.live

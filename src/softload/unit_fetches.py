@@ -156,21 +156,21 @@ class UnitFetches:
     async def _assign(self, new: list[tuple[Wanted, int]], segments: list[Segment], turn: Turn) -> None:
         """Join or start every fetch, column by column: the first layers' reads are out before the last are planned."""
         spare = {wanted.key: segment for (wanted, _), segment in zip(new, segments, strict=True)}
-        ranged: list[Part] = []
+        parts: list[Part] = []
         try:
             for column in list(self._pages.all_columns()):
-                parts: list[Part] = []
                 for first in range(0, len(column.keys), _PAGES_PER_TURN):
                     await self._context.pacer.turn()
                     parts += self._assign_column(column, first, spare)
-                if self._is_ranged:
-                    ranged += parts
-                else:
+                if not self._is_ranged:
                     self._context.reader.read(parts, turn)
-            if ranged:
-                ranged.sort(key=lambda part: 0 if part.layers is None else part.layers.start)
-                self._context.reader.read(ranged, turn)
+                    parts = []
+            parts.sort(key=lambda part: 0 if part.layers is None else part.layers.start)
+        except BaseException:  # this unit ends here; whoever has joined what it was about to read has not
+            parts = [part for part in parts if part.fetch.joiners]
+            raise
         finally:
+            self._context.reader.read(parts, turn)
             for segment in spare.values():
                 self._context.landing.release(segment)
         self._pages.recut()

@@ -90,6 +90,7 @@ async def test_load_ends_while_the_store_hangs(point: str, mode: dict[str, str],
 async def test_close_while_the_store_hangs(point: str, mode: dict[str, str], quick_close: None) -> None:
     pools = make_pools()
     hanging = HangingStore(store())
+    others = set(threading.enumerate())  # of other tests' stores
     outcomes: list[UnitOutcome] = []
     woken: list[str] = []
     try:
@@ -123,7 +124,7 @@ async def test_close_while_the_store_hangs(point: str, mode: dict[str, str], qui
     finally:
         hanging.release()
     await eventually(
-        lambda: not (any(thread.name.startswith("softload-") for thread in threading.enumerate()))
+        lambda: not any(thread.name.startswith("softload-") for thread in set(threading.enumerate()) - others)
     )  # threads end, and what they hold with them
     pools.assert_rows_kept()
 
@@ -357,6 +358,7 @@ async def test_memory_outlives_close_until_the_call_returns(quick_close: None) -
     inner = Held(store())
     recording = RecordingStore(inner)
     hanging = HangingStore(recording)
+    others = set(threading.enumerate())  # of other tests' stores
     try:
         async with PageLoader(hanging, pools.group, config=config()) as loader:
             await put(loader, pools, keys(6))
@@ -369,6 +371,8 @@ async def test_memory_outlives_close_until_the_call_returns(quick_close: None) -
         pools.remember()
     finally:
         hanging.release()
-    await eventually(lambda: not any(thread.name.startswith("softload-read") for thread in threading.enumerate()))
+    await eventually(
+        lambda: not any(thread.name.startswith("softload-read") for thread in set(threading.enumerate()) - others)
+    )
     assert recording.count("read") > 0
     pools.assert_rows_kept()

@@ -15,6 +15,7 @@ from .harness import (
     LAYERS,
     MODE_IDS,
     MODES,
+    any_of,
     arrived,
     assert_outcome,
     eventually,
@@ -369,3 +370,37 @@ async def test_waiter_wakes_at_once_when_the_failure_is_all_there_is() -> None:
             hanging.inner.lie("read", is_of("k0"), PageStatus.NOT_FOUND)
             hanging.release()
             await eventually(lambda: len(woken) == LAYERS + 1, 2)
+
+
+@modes
+@pytest.mark.parametrize("lanes", [1, 4])
+async def test_reads_of_an_owner_that_hangs_hold_up_no_other_owners(mode: dict[str, str], lanes: int) -> None:
+    """Long before their load's deadline; and no more of them are started than there are lanes."""
+    method = "read_ranges" if mode.get("read_mode") == "ranges" else "read"
+    pools = make_pools()
+    hanging = HangingStore(store())
+    lying = LyingStore(hanging)
+    async with opened(lying, pools, **mode, integrity="off", read_lanes=lanes, read_batch_objects=1) as loader:
+        await put(loader, pools, [*keys(6, "bad"), *keys(6, "good")])
+        for owner in ("bad", "good"):
+            lying.lie(
+                "descriptors",
+                is_of(*keys(6, owner)),
+                lambda _, truth, owner=owner: Descriptor(truth.size, owner, truth.address),
+            )
+        hanging.hold(method, any_of(*keys(6, "bad")))
+        try:
+            async with loader.load([pools.unit("bad", keys(6, "bad"), range(6), deadline=20.0)]) as bad:
+                await arrived(hanging, method, lanes)
+                with anyio.fail_after(5):
+                    outcomes = await load(loader, pools.unit("good", keys(6, "good"), range(6, 12)))
+                assert_outcome(outcomes["good"], 6)
+                pools.assert_restored(keys(6, "good"), range(6, 12))
+                now = loader.statistics()
+                assert hanging.held(method) == lanes
+                assert (now.stuck_threads, now.timed_out_calls) == (0, 0)
+                hanging.release()
+                assert_outcome((await bad.report()).outcomes["bad"], 6)
+        finally:
+            hanging.release()
+        await settle(loader)

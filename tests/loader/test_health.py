@@ -15,6 +15,7 @@ from .harness import (
     arrived,
     assert_outcome,
     eventually,
+    from_call,
     is_of,
     keys,
     load,
@@ -350,3 +351,25 @@ async def test_a_probe_that_fails_is_over_when_its_load_is(clock: list[float]) -
         clock[0] += 3
         assert_outcome((await load(loader, pools.unit("r4", ["r4"], [0])))["r4"], 1)
         assert loader.statistics().open_breakers == ()
+
+
+@modes
+async def test_reads_of_one_load_that_hang_at_their_second_try_are_one_outcome(mode: dict[str, str]) -> None:
+    """As those that hang at their first."""
+    method = "read_ranges" if mode.get("read_mode") == "ranges" else "read"
+    pools = make_pools()
+    hanging = HangingStore(store())
+    lying = LyingStore(hanging)
+    async with opened(lying, pools, **mode, read_lanes=4, read_batch_objects=1) as loader:
+        await put(loader, pools, keys(4))
+        lying.lie(method, is_of(*keys(4)), PageStatus.LEASE_EXPIRED, times=4)
+        hanging.hold(method, from_call(4))
+        try:
+            outcome = (await load(loader, pools.unit("a", keys(4), range(4), deadline=0.5)))["a"]
+            assert outcome.restored_pages < 4
+            now = loader.statistics()
+            assert now.retries == now.timed_out_calls == 4
+            assert now.open_breakers == ()
+        finally:
+            hanging.release()
+        await settle(loader)

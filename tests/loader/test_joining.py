@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import anyio
+import anyio.lowlevel
 import pytest
 
-from softload import PageStatus, UnitOutcome
+from softload import PageStatus, UnitOutcome, unit_fetches
 from softload.testing import HangingStore, RecordingStore
 
 from .doubles import LyingStore
@@ -134,3 +136,36 @@ async def test_a_shared_read_that_fails_cuts_each_at_its_own_page(mode: dict[str
         assert missed(outcome_b)[0] in (PageStatus.TRANSFER_FAILED, PageStatus.SUPPRESSED)
         pools.assert_restored([*keys(3, "a"), "b0"], [0, 1, 2, 8])
         await settle(loader)
+
+
+@modes
+async def test_who_joined_a_unit_that_ends_before_its_reads_are_queued_is_served(
+    mode: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long unit is planned in many turns of the loop: others may join its first pages, and it may end there."""
+    monkeypatch.setattr(unit_fetches, "_PAGES_PER_TURN", 1)
+    pools = make_pools(pages=400)
+    recording = RecordingStore(store())
+    async with opened(recording, pools, **mode) as loader:
+        await put(loader, pools, keys(300))
+        outcomes: dict[str, UnitOutcome] = {}
+
+        async def one() -> None:
+            outcomes.update(await load(loader, pools.unit("short", keys(1), [350], deadline=2.0)))
+
+        async with anyio.create_task_group() as tasks:
+            async with loader.load([pools.unit("long", keys(300), range(300))]):
+                await _turns_until(lambda: loader.statistics().landing_bytes_in_use > 0)
+                tasks.start_soon(one)
+                await _turns_until(lambda: loader.statistics().shared_objects > 0)
+                assert not recording.count("read") and not recording.count("read_ranges")
+        assert_outcome(outcomes["short"], 1)
+        pools.assert_restored(keys(1), [350])
+        await settle(loader)
+
+
+async def _turns_until(condition: Callable[[], bool]) -> None:
+    """Look once in every turn of the loop."""
+    with anyio.fail_after(10):
+        while not condition():  # noqa: ASYNC110
+            await anyio.lowlevel.checkpoint()

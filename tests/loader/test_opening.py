@@ -108,6 +108,28 @@ async def test_memory_lives_as_long_as_the_call_that_registers_it(monkeypatch: p
     await eventually(lambda: not is_alive())
 
 
+async def test_memory_is_given_back_at_once_where_opening_fails() -> None:
+    """Not when the collector comes by: who tries again would need it twice."""
+
+    class Refusing(WrapperStore):
+        def register(self, pointer: int, nbytes: int) -> bool:
+            return False
+
+    def arenas() -> int:
+        return sum(type(each) is Arena for each in gc.get_objects())
+
+    gc.collect()
+    before = arenas()
+    gc.disable()
+    try:
+        with pytest.raises(StoreSetupError, match="refused to register"):
+            async with PageLoader(Refusing(store()), make_pools().group, config=config()):
+                pytest.fail("it was opened")
+        assert arenas() == before
+    finally:
+        gc.enable()
+
+
 async def test_two_tasks_that_enter_one_loader() -> None:
     door = Door()
     loader = PageLoader(door, make_pools().group, config=config())

@@ -345,6 +345,18 @@ async def test_whoever_leaves_the_first_read_leaves_the_second_to_the_others() -
         it.outer.release()
 
 
+async def test_who_joined_the_second_read_is_served_by_the_first_too() -> None:
+    async with joined(inner_holds=0) as it:
+        await arrived(it.inner, "read")
+        it.loads.start(it.pools.unit("newcomer", keys(1), [2]))
+        await it.loads.read("newcomer")
+        it.outer.release()
+        await it.loads.ended("first", "joiner", "newcomer")
+        it.assert_served("first", "joiner", "newcomer")
+        assert it.inner.held("read") == 1
+        it.inner.release()
+
+
 async def test_a_second_read_that_nobody_wants_is_given_up() -> None:
     async with joined(inner_holds=0) as it:
         await arrived(it.inner, "read")

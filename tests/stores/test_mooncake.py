@@ -156,7 +156,7 @@ def replica(size: int = 100, endpoint: str = "10.0.0.1:1", *, memory: bool = Tru
     buffer = SimpleNamespace(size=size, transport_endpoint=endpoint, buffer_address=4096)
     return SimpleNamespace(
         is_memory_replica=lambda: memory,
-        status=SimpleNamespace(name=status),
+        status=SimpleNamespace(name=status, value=status),
         get_memory_descriptor=lambda: SimpleNamespace(buffer_descriptor=buffer),
     )
 

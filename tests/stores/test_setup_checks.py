@@ -115,3 +115,37 @@ def test_a_quiet_start_hides_known_noise_alone(capfd: pytest.CaptureFixture[str]
         QuietStart(_Noisy()).open()
     os.write(2, b"after\n")
     assert capfd.readouterr().err == ("E1129 20:45:15 real_client.cpp:1020] Failed to allocate segment memory\nafter\n")
+
+
+def test_a_quiet_start_without_a_place_to_hold_lines_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    before = len(os.listdir("/proc/self/fd"))
+    quiet = QuietStart(MemoryStore())
+    quiet.open()
+    quiet.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_quiet_start_whose_lines_nobody_reads(capfd: pytest.CaptureFixture[str]) -> None:
+    """A pipe whose reader has gone, as with `softload doctor 2>&1 | head -1`."""
+
+    class Loud(MemoryStore):
+        def open(self) -> None:
+            os.write(2, b"something\n")
+            super().open()
+
+    reader, writer = os.pipe()
+    os.close(reader)
+    kept = os.dup(2)
+    os.dup2(writer, 2)
+    try:
+        quiet = QuietStart(Loud())
+        quiet.open()
+        quiet.close()
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(writer)

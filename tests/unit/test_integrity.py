@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
 from softload.config import Integrity
 from softload.geometry import TAIL_BYTES
-from softload.integrity import check_tail, sample_digest, write_tail
+from softload.integrity import check_tail, check_tails, sample_digest, write_tail
 
 BLOCK = 4096
 SIZES = (1, 63, 64, 65, 127, BLOCK - 1, BLOCK, BLOCK + 1, BLOCK + 63, 2 * BLOCK, 3 * BLOCK + 100, 5 * BLOCK + 4095)
@@ -102,3 +103,33 @@ def test_a_digest_that_was_not_computed_is_not_compared() -> None:
 @given(st.binary(min_size=1, max_size=3 * BLOCK))
 def test_no_digest_looks_as_if_it_was_not_computed(payload: bytes) -> None:
     assert sample_digest(np.frombuffer(payload, np.uint8)) != 0
+
+
+@pytest.mark.parametrize("payload", SIZES)
+def test_the_sample_digest_is_that_of_the_stored_format(payload: int) -> None:
+    """What other processes, and other versions, have stored must go on being accepted."""
+    data = np.random.default_rng(payload).integers(0, 256, payload, dtype=np.uint8).tobytes()
+    whole, blocks = b"", payload // BLOCK
+    for block in range(blocks):
+        whole += data[block * BLOCK : block * BLOCK + 64]
+    if payload > 64:
+        whole += data[blocks * BLOCK : blocks * BLOCK + 64] + data[-64:]
+    else:
+        whole = data
+    assert sample_digest(np.frombuffer(data, np.uint8), 7) == xxhash.xxh3_64_intdigest(whole, seed=7)
+
+
+@pytest.mark.parametrize("integrity", Integrity)
+@pytest.mark.parametrize("payload", SIZES)
+def test_many_objects_are_checked_each_on_its_own(payload: int, integrity: Integrity) -> None:
+    keys = [f"key{index}" for index in range(5)]
+    stride = payload + TAIL_BYTES + 24  # segments are aligned
+    memory = np.zeros((5, stride), np.uint8)
+    objects = memory[:, : payload + TAIL_BYTES]
+    for index, key in enumerate(keys):
+        objects[index] = made(key, payload, index)
+    assert check_tails(keys, objects, integrity) == [True] * 5
+    objects[1, payload] ^= 1  # the format
+    objects[3] = made("another", payload, 3)
+    foreign_is_found = integrity is not Integrity.OFF
+    assert check_tails(keys, objects, integrity) == [True, False, True, not foreign_is_found, True]

@@ -159,6 +159,43 @@ async def test_a_cancelled_wait_leaves_a_running_call_behind_and_says_so() -> No
 
 
 @asynchronous
+@pytest.mark.parametrize("max_stuck", [0, 1, 3])
+async def test_late_calls_lend_their_lanes_to_other_kinds_within_the_bound(max_stuck: int) -> None:
+    group = CallGroup(f"lending{max_stuck}", width=2, max_stuck=max_stuck)
+
+    def submit_kind(function: Callable[[], str], kind: str) -> NativeCall[str]:
+        call = NativeCall(function, lambda _: None, kind=kind)
+        group.submit(call)
+        return call
+
+    with held(9) as functions:
+        late = [submit_kind(function, "late") for function in functions[:4]]
+        others = [submit_kind(function, f"well{index // 2}") for index, function in enumerate(functions[4:])]
+        assert [call.started_at is not None for call in late] == [True, True, False, False]
+        for call in late[:2]:
+            call.lend_lane()
+            call.lend_lane()  # once is enough
+        late[2].lend_lane()  # it has none
+        await anyio.sleep(0.01)
+        assert [call.started_at is not None for call in others] == [index < min(2, max_stuck) for index in range(5)]
+        assert late[2].started_at is None, "no more of what is late"
+        assert group.statistics().stuck == 0 and not group.saturated
+        late[0].abandon()  # its lane is replaced, not lent, from now on
+        await anyio.sleep(0.01)
+        assert group.statistics().running <= 2 + max(max_stuck, 1)
+    await _all_returned(group)
+    assert all(call.finished for call in [*late, *others])
+    assert group.statistics().running == group.statistics().queued == 0
+    group.close()
+
+
+async def _all_returned(group: CallGroup) -> None:
+    with anyio.fail_after(10):
+        while group.statistics().running:  # noqa: ASYNC110
+            await anyio.sleep(0.001)
+
+
+@asynchronous
 async def test_what_a_call_raises_reaches_who_waits() -> None:
     group = CallGroup("raising", width=1, max_stuck=0)
 

@@ -16,7 +16,7 @@ def replica(*, in_memory: bool = True, status: str = "COMPLETE", **buffer: Any) 
     named = {"size": 8, "transport_endpoint": "a:1", "buffer_address": 64, **buffer}
     return SimpleNamespace(
         is_memory_replica=lambda: in_memory,
-        status=SimpleNamespace(name=status),
+        status=SimpleNamespace(name=status, value=status),
         get_memory_descriptor=lambda: SimpleNamespace(buffer_descriptor=SimpleNamespace(**named)),
     )
 

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from softload.replay.runner import ZEROS
 
-__all__ = ["summary_table"]
+__all__ = ["summary_rows", "summary_table"]
 
 
 def summary_table(figures: Mapping[str, Any]) -> Table:
@@ -27,6 +28,12 @@ def summary_table(figures: Mapping[str, Any]) -> Table:
             table.add_row(name, value)
         table.add_section()
     return table
+
+
+def summary_rows(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The same as plain text: name and value."""
+    rows = (row for section in (_pages(figures), _times(figures), _zeros(figures)) for row in section)
+    return [(name, Text.from_markup(value).plain) for name, value in rows]
 
 
 def _pages(figures: Mapping[str, Any]) -> Iterable[tuple[str, str]]:

@@ -28,6 +28,7 @@ from softload.replay.lru_bound import LruBound
 from softload.replay.metrics import LagProbe, Metrics, Samples, idle_loop_lag, resident_bytes
 from softload.replay.options import ReplayOptions
 from softload.replay.progress import Progress
+from softload.replay.recorder import Recorder
 from softload.replay.scheduler import Scheduler
 from softload.replay.shapes import build_pools, find_shape
 from softload.replay.trace import TraceRequest
@@ -62,9 +63,19 @@ ZEROS = (
 
 
 async def replay(
-    options: ReplayOptions, requests: Sequence[TraceRequest], progress: Progress | None = None
+    options: ReplayOptions,
+    requests: Sequence[TraceRequest],
+    progress: Progress | None = None,
+    recorder: Recorder | None = None,
 ) -> dict[str, object]:
-    """Replay `requests` and return the figures, ready for JSON; see `docs/replay.md` for each of them."""
+    """Replay `requests` and return the figures, ready for JSON; see `docs/replay.md` for each of them.
+
+    Args:
+        options: what to replay on, and how.
+        requests: of the trace.
+        progress: told how far it is.
+        recorder: remembers single loads and calls, for a timeline or a page.
+    """
     shape = find_shape(options.shape)
     num_pages = max(2, min(shape.pool_pages, _POOL_BYTES // shape.page_bytes))
     pools = build_pools(shape, num_pages, options.draft)
@@ -98,8 +109,9 @@ async def replay(
         quiet = await _quiet_lag(memory, executor)
         _collect()
         try:
-            async with PageLoader(store, pools, config=config) as loader:
-                scheduler = Scheduler(loader, memory, ledger, executor, options.scheduler())
+            on_call = recorder.call if recorder is not None else None
+            async with PageLoader(store, pools, config=config, on_call=on_call) as loader:
+                scheduler = Scheduler(loader, memory, ledger, executor, options.scheduler(), recorder)
                 started = time.perf_counter()
                 with LagProbe() as probe, idle_loop_lag() as idle, happening or nullcontext():
                     async with anyio.create_task_group() as tasks:

@@ -26,6 +26,7 @@ from softload.replay.engine_memory import EngineMemory, Verification
 from softload.replay.jobs import Job
 from softload.replay.ledger import Ledger
 from softload.replay.options import AdmissionMode, SchedulerOptions
+from softload.replay.recorder import LoadRecord, Recorder
 from softload.replay.trace import TraceRequest
 
 __all__ = ["Scheduler"]
@@ -40,6 +41,7 @@ class _Prompt:
     jobs: Sequence[Job]
     load: Load | None = None
     prefetch: Prefetch | None = None
+    record: LoadRecord | None = None
     settled: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -52,6 +54,7 @@ class Scheduler:
         ledger: where everything is counted.
         executor: threads for writing and checking bytes, so that the event loop is the loader's.
         options: see `SchedulerOptions`.
+        recorder: remembers single loads.
     """
 
     def __init__(
@@ -61,7 +64,9 @@ class Scheduler:
         ledger: Ledger,
         executor: Executor,
         options: SchedulerOptions,
+        recorder: Recorder | None = None,
     ) -> None:
+        self._recorder = recorder or Recorder(0, 0)
         self._loader = loader
         self._memory = memory
         self._ledger = ledger
@@ -81,6 +86,7 @@ class Scheduler:
 
     async def run(self, jobs: Iterable[tuple[TraceRequest, Job]]) -> None:
         """Serve jobs, which arrive with the timestamps of their requests."""
+        self._recorder.began = time.monotonic()
         async with anyio.create_task_group() as tasks:
             self._tasks: TaskGroup = tasks
             if self._options.admission is AdmissionMode.STREAM:
@@ -124,11 +130,13 @@ class Scheduler:
                 return
             unit = self._memory.unit(job.request_id, job.keys[: job.promised], None, self._options.deadline)
             started = time.perf_counter()
+            record = self._recorder.load(job.request_id)
             async with self._loader.prefetch([unit]) as prefetch:
                 with self._metrics.loading:
                     await prefetch.landed()
                 self._metrics.load.add(time.perf_counter() - started)
-                prompt = _Prompt([job], prefetch=prefetch)
+                record.admitted = time.monotonic()
+                prompt = _Prompt([job], prefetch=prefetch, record=record)
                 self._queue(self._landed, prompt)
                 await prompt.settled.wait()
         except Exception as error:
@@ -171,10 +179,12 @@ class Scheduler:
             if not units:
                 self._queue(self._ready, _Prompt(jobs))
                 return
+            record = self._recorder.load(*(unit.request_id for unit in units))
             with self._metrics.loading:
                 async with self._loader.load(units) as load:
                     await load.admitted()
-                    prompt = _Prompt(jobs, load=load)
+                    record.admitted = time.monotonic()
+                    prompt = _Prompt(jobs, load=load, record=record)
                     self._queue(self._ready, prompt)
                     await prompt.settled.wait()
         except Exception as error:
@@ -240,13 +250,16 @@ class Scheduler:
         waited = 0.0
         for layer in range(self._num_layers):
             for prompt, load in tuple(loads.items()):
-                started = time.perf_counter()
+                started = time.monotonic()
                 try:
                     await load.layer(layer)
                 except Exception as error:
                     self._lose(prompt.jobs, error)
                     del loads[prompt]
-                waited += time.perf_counter() - started
+                ended = time.monotonic()
+                waited += ended - started
+                if prompt.record is not None:
+                    prompt.record.waits.append((started, ended))
             if self._options.layer_time:
                 await asyncio.sleep(self._options.layer_time)
         for prompt, load in loads.items():
@@ -267,11 +280,14 @@ class Scheduler:
     def _stalled(self, seconds: float) -> None:
         if self._decoding:
             self._metrics.stall.add(seconds)
+            self._recorder.stalled(seconds)
 
     def _take_report(self, prompt: _Prompt, report: LoadReport) -> None:
         for job in prompt.jobs:
             if job.promised:
                 job.settle(report.outcomes[job.request_id])
+                if prompt.record is not None:
+                    prompt.record.settled(job.promised, job.restored, job.missed_statuses())
 
     async def _prefill(self, jobs: Sequence[Job]) -> None:
         """Check what was restored and write what was not; then offer that to the store."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Final
 
 from softload.stores.wrapper import WrapperStore
@@ -30,19 +30,21 @@ class QuietStart(WrapperStore):
 
 @contextmanager
 def _noise_held_back() -> Iterator[None]:
-    try:
-        terminal = os.dup(_STDERR)
-    except OSError:  # closed: nobody listens
-        yield
-        return
-    with tempfile.TemporaryFile() as held:
+    with ExitStack() as undo:
+        try:
+            held = undo.enter_context(tempfile.TemporaryFile())
+            terminal = os.dup(_STDERR)
+        except OSError:  # no place for it, or standard error is closed: then there is noise, or nobody who listens
+            yield
+            return
+        undo.callback(os.close, terminal)
         os.dup2(held.fileno(), _STDERR)
         try:
             yield
         finally:
             os.dup2(terminal, _STDERR)
-            os.close(terminal)
             held.seek(0)
-            for line in held:
-                if not any(noise in line for noise in _NOISE):
-                    os.write(_STDERR, line)
+            with suppress(OSError):  # nobody listens any more: that is no reason not to be open
+                for line in held:
+                    if not any(noise in line for noise in _NOISE):
+                        os.write(_STDERR, line)

@@ -1,0 +1,1 @@
+"""What `side_by_side.py` measures: the same bytes, brought by softload, by SGLang's linker, by bare calls."""
