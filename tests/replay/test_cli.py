@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
 import pytest
-import structlog
 from typer.testing import CliRunner
 
 from softload import cli
@@ -25,11 +23,9 @@ invoke = CliRunner()
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "_QUIET_SECONDS", 0.05)
     monkeypatch.setattr(runner, "_POOL_BYTES", 512 * (32 << 10))
-    yield
-    structlog.reset_defaults()
 
 
 def test_replay_of_a_file_writes_json_and_a_table(tmp_path: Path) -> None:
