@@ -25,8 +25,27 @@ def test_cold_device_hit_and_restored_are_the_same(running: Engine, admission: s
     hits = running.generate(asked, tokens=12)
     running.flush()
     restored = running.generate(asked, tokens=12)
-    print(running.linker._bridge.statistics())
     assert [answer.tokens for answer in hits] == [answer.tokens for answer in cold]
     assert [answer.tokens for answer in restored] == [answer.tokens for answer in cold]
     assert all(answer.is_good for answer in restored)
     assert [answer.cached_tokens for answer in restored] == [(len(prompt) - 1) // PAGE * PAGE for prompt in asked]
+
+
+def test_requests_wait_for_their_turn_to_be_held(running: Engine) -> None:
+    running.relink(max_holds=1, **PATIENCE)
+    asked = prompts(300, 400, 200, 500, seed=4)
+    cold = running.generate(asked)
+    running.flush()
+    restored = running.together(asked)
+    assert [answer.tokens for answer in restored] == [answer.tokens for answer in cold]
+    assert [answer.cached_tokens for answer in restored] == [(len(prompt) - 1) // PAGE * PAGE for prompt in asked]
+
+
+def test_landing_memory_for_a_part_of_a_prefix_restores_that_part(running: Engine) -> None:
+    running.relink(landing_bytes="4MiB", **PATIENCE)
+    asked = prompts(6000, seed=6)
+    cold = running.generate(asked)
+    running.flush()
+    restored = running.generate(asked)
+    assert restored[0].tokens == cold[0].tokens
+    assert 0 < restored[0].cached_tokens < 5952

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from softload import Layout
 from softload.adapters.sglang import Admission, LinkerOptions, hooking
+from softload.adapters.sglang.engine import check_engine
 
 from .trees import KINDS, tree_of
 
@@ -101,11 +103,16 @@ def test_another_version_is_not_hooked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_engine_that_was_not_tried_needs_sync_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("softload.adapters.sglang.engine._unsupported", lambda params: ["pipeline parallelism"])
+    monkeypatch.setattr("softload.adapters.sglang.engine._unsupported", lambda: ["attention data parallelism"])
     with tree_of(KINDS["mha"]) as tree:
         assert tree.linker.admission is Admission.SYNC
     with (
-        pytest.raises(ValueError, match="'hold' was not tried with pipeline parallelism"),
+        pytest.raises(ValueError, match="'hold' was not tried with attention data parallelism"),
         tree_of(KINDS["mha"], {"admission": "hold"}),
     ):
         pass
+
+
+def test_stages_of_a_pipeline_are_refused() -> None:
+    with pytest.raises(ValueError, match="pp_size: expected 1, got 2"):
+        check_engine(SimpleNamespace(pp_size=2))

@@ -18,7 +18,7 @@ from softload.geometry.drafts import without_unfit_draft
 from softload.geometry.group import DevicePoolGroup
 from softload.transfer import PoolName
 
-__all__ = ["admission_of", "namespace_of_model", "page_prefix", "pool_group_of"]
+__all__ = ["admission_of", "check_engine", "namespace_of_model", "page_prefix", "pool_group_of"]
 
 _log = structlog.get_logger(__name__)
 
@@ -26,7 +26,7 @@ _SOURCES = {ComponentType.FULL: PoolName.KV, ComponentType.SWA: PoolName.SWA, Co
 """The logical pool of each component of the tree."""
 
 
-def admission_of(options: LinkerOptions, params: Any) -> Admission:
+def admission_of(options: LinkerOptions) -> Admission:
     """What was asked for, or `hold` where that can be.
 
     Raises:
@@ -34,7 +34,7 @@ def admission_of(options: LinkerOptions, params: Any) -> Admission:
     """
     if options.admission is Admission.SYNC:
         return Admission.SYNC
-    reasons = [reason for reason in (hooking.missing(), *_unsupported(params)) if reason]
+    reasons = [reason for reason in (hooking.missing(), *_unsupported()) if reason]
     if not reasons:
         return options.admission or Admission.HOLD
     if options.admission is not None and hooking.missing() is None:
@@ -46,11 +46,9 @@ def admission_of(options: LinkerOptions, params: Any) -> Admission:
     return Admission.SYNC
 
 
-def _unsupported(params: Any) -> list[str]:
+def _unsupported() -> list[str]:
     parallel = get_parallel()
     found = []
-    if params.pp_size > 1:
-        found.append(f"pipeline parallelism (pp_size {params.pp_size})")
     if parallel.attn_dp_size > 1:
         found.append(f"attention data parallelism (attn_dp_size {parallel.attn_dp_size})")
     if get_disagg().disaggregation_mode != "null":
@@ -58,15 +56,24 @@ def _unsupported(params: Any) -> list[str]:
     return found
 
 
+def check_engine(params: Any) -> None:
+    """Refuse what cannot work.
+
+    Raises:
+        ValueError: stages of a pipeline, which do not agree on what was found; a cache that is split over decode ranks,
+            whose pages have no names of their own.
+    """
+    for what, size in (("pp_size", params.pp_size), ("attn_dcp_size", get_parallel().attn_dcp_size)):
+        if size > 1:
+            raise ValueError(f"{what}: expected 1, got {size}")
+
+
 def pool_group_of(params: Any, components: Any) -> DevicePoolGroup:
     """The engine's pools; a draft that does not fit costs the draft.
 
     Raises:
-        ValueError: pools of no known family, components of the tree that do not go with them, or a cache that is split
-            over decode ranks.
+        ValueError: pools of no known family, or components of the tree that do not go with them.
     """
-    if get_parallel().attn_dcp_size > 1:
-        raise ValueError(f"expected no decode context parallelism, got attn_dcp_size {get_parallel().attn_dcp_size}")
     kinds = {ComponentType(kind) for kind in components}
     unknown = sorted(str(kind) for kind in kinds - set(_SOURCES))
     if unknown:

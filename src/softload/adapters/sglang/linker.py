@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 from softload.adapters._bridge import LoaderBridge
 from softload.adapters.consensus import TorchDistributedConsensus
 from softload.adapters.sglang.batches import LayerCounter, LoadBatch, PlacementBatch, StreamBatch
-from softload.adapters.sglang.engine import admission_of, namespace_of_model, page_prefix, pool_group_of
+from softload.adapters.sglang.engine import admission_of, check_engine, namespace_of_model, page_prefix, pool_group_of
 from softload.adapters.sglang.holds import Hold, Holds, Placement
 from softload.adapters.sglang.offloads import Offloads
 from softload.adapters.sglang.options import Admission, LinkerOptions
@@ -69,7 +69,8 @@ class SoftloadLinker(UnifiedCacheLinker):  # type: ignore[misc]
         forward_stream: Any = None,
     ) -> None:
         self.options = options = LinkerOptions.parse(extra_config or {})
-        self.admission = admission_of(options, params)
+        check_engine(params)
+        self.admission = admission_of(options)
         self.forward_stream = forward_stream
         self.pool_group = pools = pool_group_of(params, components)
         self.pools = {SglangPoolName(pool.name.value): pool for pool in pools.pools}
