@@ -50,6 +50,8 @@ class UnitFetches:
         self._replaced: list[Fetch] = []
         self._spare: dict[str, Segment] = {}
         self._unplanned: deque[tuple[Column, int]] = deque()
+        self._unqueued: list[Part] = []
+        self._turn = Turn()
         self._is_marked = False
         """Whether what was found while joining costs pages, or their draft."""
         self.descriptors: dict[str, Descriptor | None] = {}
@@ -130,16 +132,12 @@ class UnitFetches:
         await self._context.pacer.turn()
         if not self._unplanned:  # all was let go meanwhile
             return False
-        if self._is_ranged:  # first layers of all objects before the last ones of any: all in one go
-            parts: list[Part] = []
-            while self._unplanned:
-                parts += self._assign(*self._unplanned.popleft())
-            parts.sort(key=lambda part: 0 if part.layers is None else part.layers.start)
-        else:
-            parts = self._assign(*self._unplanned.popleft())
-        self._context.reader.read(parts, turn)
+        self._turn = turn
+        self._unqueued += self._assign(*self._unplanned.popleft())
         if not self._unplanned:
-            self._release_spare()
+            self._finish_planning()
+        elif not self._is_ranged:  # ranges wait for the rest: first layers of all objects before the last of any
+            self._queue()
         self._conclude()
         return True
 
@@ -189,11 +187,14 @@ class UnitFetches:
             if any(each is column for each, _ in self._unplanned):
                 self._unplanned = deque((each, first) for each, first in self._unplanned if each is not column)
                 if not self._unplanned:
-                    self._release_spare()
+                    self._finish_planning()
 
     def let_go_all(self, *, keep: bool) -> None:
         """Let go of everything; landed bytes may serve later units with `keep`."""
         self._unplanned.clear()
+        # This unit ends here; whoever has joined what it was about to read has not.
+        self._unqueued = [part for part in self._unqueued if part.fetch.joiners]
+        self._queue()
         for column in list(self._held):
             self._let_go_column(column, keep=keep)
         self._leave_replaced()
@@ -247,6 +248,15 @@ class UnitFetches:
             held[page] = fetch
             self._wants[fetch] = [wanted]
         return parts
+
+    def _finish_planning(self) -> None:
+        self._unqueued.sort(key=lambda part: 0 if part.layers is None else part.layers.start)
+        self._queue()
+        self._release_spare()
+
+    def _queue(self) -> None:
+        parts, self._unqueued = self._unqueued, []
+        self._context.reader.read(parts, self._turn)
 
     def _join_one(self, wanted: Wanted) -> bool:
         """Hold an object that is here or on its way, if it is."""
