@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from peers.cases import Case, Workload
-from peers.ours import ClockedStore, load, save
+from peers.ours import ClockedStore, SharedStore, load, save
 from peers.stopwatch import Sample, summary
 from peers.theirs import Bare, SGLangLinker, rank_of, sglang_is_here
 from softload import Integrity, Layout, LoaderConfig, PageLoader
@@ -33,7 +33,7 @@ class Bench:
     """A store with a workload in it, and loaders on it.
 
     Args:
-        store: opened by its first loader.
+        store: open.
         workload: saved in each layout that a loader has.
         stack: closes what is opened.
     """
@@ -54,7 +54,8 @@ class Bench:
             save_deadline=120.0,
             **settings,
         )
-        loader = await self._stack.enter_async_context(PageLoader(self.store, self.workload.pools, config=config))
+        store = SharedStore(self.store)
+        loader = await self._stack.enter_async_context(PageLoader(store, self.workload.pools, config=config))
         if layout not in self._stored:
             await save(loader, self.workload)
             self._stored.add(layout)
@@ -66,8 +67,12 @@ async def open_bench(workload: Workload, *, owners: int) -> AsyncIterator[Bench]
     """A bench over an embedded Mooncake whose memory is in this process, or in `owners` others."""
     nbytes = workload.pages * workload.page_bytes
     store = ClockedStore(segment=int(nbytes * 2.6) + 256 * _MIB, lease=120.0, owners=owners)
-    async with AsyncExitStack() as stack:
-        yield Bench(store, workload, stack)
+    store.open()
+    try:
+        async with AsyncExitStack() as stack:
+            yield Bench(store, workload, stack)
+    finally:
+        store.close()
 
 
 async def measure_case(case: Case, *, owners: int, rounds: int, layer_times: Sequence[float]) -> dict[str, Any]:

@@ -13,8 +13,9 @@ from softload.copies import Copy
 from softload.outcomes import PageStatus
 from softload.protocols import Answer, Descriptor
 from softload.stores.embedded import EmbeddedMooncakeStore
+from softload.stores.wrapper import WrapperStore
 
-__all__ = ["COPIES", "ClockedStore", "load", "save"]
+__all__ = ["COPIES", "ClockedStore", "SharedStore", "load", "save"]
 
 COPIES = Spans()
 """Of copies between landing memory and pools."""
@@ -68,6 +69,16 @@ class ClockedStore(EmbeddedMooncakeStore):
         """Leases for ranges."""
         with self.spans.measured():
             return super().session_start(keys)
+
+
+class SharedStore(WrapperStore):
+    """One loader's own store, as a loader wants it; all of them go to the one that is open already."""
+
+    def open(self) -> None:
+        """Nothing to do."""
+
+    def close(self) -> None:
+        """The bench does that, after all loaders."""
 
 
 async def load(loader: PageLoader, store: ClockedStore, units: Sequence[TransferUnit], layer_seconds: float) -> Sample:

@@ -62,7 +62,13 @@ async def ask_descriptors(context: Context, columns: Iterable[Column], until: fl
     """Revalidate objects: one call for all that are neither here, nor on their way, nor known to be bad."""
     answers: dict[str, Descriptor | PageStatus | None] = {}
     ask: list[str] = []
+    reader, negative = context.reader, context.health.negative
     for column in columns:
+        keys = dict.fromkeys(column.keys, PageStatus.NOT_FOUND)
+        if answers.keys().isdisjoint(keys) and not reader.knows_any(keys) and not negative.knows_any(keys):
+            answers.update(keys)
+            ask += keys
+            continue
         for key in column.keys:
             if key in answers:
                 continue
@@ -75,12 +81,27 @@ async def ask_descriptors(context: Context, columns: Iterable[Column], until: fl
                 ask.append(key)
     if ask:
         found = await context.ask_master(lambda: context.calls.descriptors(ask), len(ask), until)
+        answers.update(zip(ask, found, strict=True))
         for key, answer in zip(ask, found, strict=True):
-            answers[key] = answer
             # Plain absence is no news; a key that a lookup found and that is gone is a stale hit.
             if answer is PageStatus.NO_MEMORY_REPLICA or (answer is PageStatus.NOT_FOUND and key in context.promised):
                 context.health.negative.add(key, answer)
     return answers
+
+
+def _all_readable(
+    context: Context, column: Column, answers: Sequence[Descriptor | PageStatus | None], endpoints: Endpoints
+) -> bool:
+    """The common case, without a look at each: all are there, whole, at endpoints that may be read from."""
+    size = column.spec.size
+    if any(type(answer) is not Descriptor or answer.size != size for answer in answers):
+        return False
+    for endpoint in {answer.endpoint for answer in answers if type(answer) is Descriptor}:
+        if endpoint not in endpoints:
+            endpoints[endpoint] = _ask_endpoint(context, endpoint)
+        if isinstance(endpoints[endpoint], PageStatus):
+            return False
+    return True
 
 
 def revalidate(
@@ -99,6 +120,10 @@ def revalidate(
     """
     descriptors: dict[str, Descriptor | None] = {}
     for column in wants.all_columns():
+        every = [answers[key] for key in column.keys]
+        if _all_readable(context, column, every, endpoints):
+            descriptors.update(zip(column.keys, every, strict=True))  # type: ignore[arg-type]  # descriptors, all
+            continue
         for page, key in enumerate(column.keys):
             found = _revalidated(context, wants, Wanted(column, page), answers[key], endpoints)
             if isinstance(found, PageStatus):

@@ -52,7 +52,7 @@ class Part:
         self.fetch = fetch
         self.ranges = ranges
         self.layers = layers
-        self.nbytes = sum(nbytes for _, nbytes in ranges)
+        self.nbytes = ranges[0][1] if len(ranges) == 1 else sum(nbytes for _, nbytes in ranges)
         self.state = PartState.QUEUED
         self.attempts = 0
         self.call: ReadCall | None = None
@@ -116,12 +116,18 @@ class Fetch:
     @property
     def landed(self) -> bool:
         """Whether all of it is here and checked."""
-        return not self.failed and all(part.state is PartState.LANDED for part in self.parts)
+        parts = self.parts
+        if len(parts) == 1:
+            return parts[0].state is PartState.LANDED and self.status is PageStatus.LOADED
+        return not self.failed and all(part.state is PartState.LANDED for part in parts)
 
     @property
     def in_flight(self) -> bool:
         """Whether a call may still write its segment."""
-        return any(part.state is PartState.IN_FLIGHT for part in self.parts)
+        parts = self.parts
+        if len(parts) == 1:
+            return parts[0].state is PartState.IN_FLIGHT
+        return any(part.state is PartState.IN_FLIGHT for part in parts)
 
     @property
     def joiners(self) -> list[FetchListener]:
@@ -136,6 +142,8 @@ class Fetch:
 
     def landed_for(self, layers: range) -> bool:
         """Whether the bytes that `layers` need are here and checked."""
+        if len(self.parts) == 1 and self.parts[0].layers is None:
+            return self.landed
         return not self.failed and all(part.state is PartState.LANDED for part in self.parts if part.serves(layers))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import structlog
@@ -140,6 +140,10 @@ class NegativeCache:
     def discard(self, key: str) -> None:
         """A good read, or a save of our own: forget it."""
         self._until.pop(key, None)
+
+    def knows_any(self, keys: Collection[str]) -> bool:
+        """Whether any of these may be in it, expired ones included."""
+        return not self._until.keys().isdisjoint(keys)
 
     def __contains__(self, key: str) -> bool:
         until = self._until.get(key)

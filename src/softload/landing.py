@@ -201,6 +201,29 @@ class LandingMemory:
         if self._waiting:
             self._serve_queues()
 
+    def release_all(self, segments: Sequence[Segment]) -> None:
+        """`release` of many: those that lie side by side in one piece."""
+        first = last = None
+        for segment in segments:
+            if segment.state in (SegmentState.FREE, SegmentState.QUARANTINED):
+                self.release(segment)
+                continue
+            self._used[segment.share] -= segment.reserved
+            segment.state = SegmentState.FREE
+            if first is None or last is None:
+                first = segment
+            elif segment.arena is not last.arena or segment.offset != last.offset + last.reserved:
+                first.arena.give(first.offset, last.offset + last.reserved - first.offset)
+                first = segment
+            last = segment
+        if first is None or last is None:
+            return
+        first.arena.give(first.offset, last.offset + last.reserved - first.offset)
+        if len(self.arenas) > 1:
+            self._retire_arenas()
+        if self._waiting:
+            self._serve_queues()
+
     def quarantine(self, segment: Segment, endpoint: str) -> None:
         """Nobody waits for the call that may still write this segment: set it aside until the call returns."""
         self._used[segment.share] -= segment.reserved

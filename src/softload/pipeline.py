@@ -228,6 +228,10 @@ class UnitRun:
         """Another read of the same object has landed."""
         self._fetches.replace(old, new)
 
+    def cut(self) -> None:
+        """Some of what is wanted cannot be had."""
+        self._recut()
+
     def wake(self) -> None:
         """Some fetches have landed or failed."""
         self._changed.set()
@@ -259,7 +263,10 @@ class UnitRun:
     async def _read(self) -> None:
         await self.decided.wait()
         await self.go.wait()
-        await self._fetches.read(self._turn)
+        await self._fetches.begin()
+        if self._mode is Mode.PREFETCH:
+            while await self._fetches.plan(self._turn):
+                pass
         self._be_admitted()
 
     async def _copy_target(self) -> None:
@@ -272,7 +279,7 @@ class UnitRun:
                 if refused is not None:
                     self._give_up(refused)
                 await self._context.pacer.turn()
-            if not await self._copies.copy(self._copies.of_layers(step, layers)):
+            if not await self._copies.copy(self._copies.of_layers(step, layers), layers.start):
                 self._give_up(PageStatus.CANCELLED)
             self._layers_passed = layers.stop
             self._on_layers(self.request_id, layers.stop)
@@ -286,7 +293,7 @@ class UnitRun:
         """The draft after the target: it has a gate of its own."""
         if self.wants.draft:
             await self._until(lambda: self._fetches.landed(self.wants.draft_columns))
-            if not await self._copies.copy(self._copies.of_draft()):
+            if not await self._copies.copy(self._copies.of_draft(), self._context.pools.num_layers):
                 self.wants.draft_pages = 0
             self._draft_copied = self.wants.draft_pages
             for chunk in self._copies.zeros(self._copied, self._draft_copied):
@@ -324,7 +331,7 @@ class UnitRun:
         left = [column for column in self.wants.columns if column.spec.layers[-1] >= layers.start]
         copies = self._copies.of_layers(left, layers)
         if self.pages and sum(copy.nbytes for copy in copies) <= self._context.config.copy_chunk_bytes:
-            if not await self._copies.copy(copies):
+            if not await self._copies.copy(copies, layers.start):
                 self._give_up(PageStatus.CANCELLED)
             self._copied = self.pages
 
@@ -355,9 +362,14 @@ class UnitRun:
     # -- steps
 
     async def _until(self, ready: Callable[[], bool]) -> None:
+        """Wait for a condition on what has landed; meanwhile plan what is left to plan.
+
+        So the first layers are copied before the reads of the last ones are planned, where they are here by then.
+        """
         while not ready():
             self._changed = anyio.Event()
-            await self._changed.wait()
+            if not await self._fetches.plan(self._turn):
+                await self._changed.wait()
 
     # -- cutting
 
@@ -366,6 +378,8 @@ class UnitRun:
         if not self.admitted.is_set():
             self._give_up(self._reason)
             return
+        for wanted in self._fetches.unplanned():
+            self.wants.mark_bad(wanted.column, wanted.page, self._reason)
         for fetch in self._fetches:
             if not fetch.landed:
                 for wanted in self._fetches.of(fetch):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any
 
 import structlog
@@ -80,6 +80,10 @@ class Reader:
         late = any(part.state is PartState.IN_FLIGHT and part.call and part.call.overdue for part in fetch.parts)
         return None if late else fetch
 
+    def knows_any(self, keys: Collection[str]) -> bool:
+        """Whether any of these is here or on its way, late ones included."""
+        return not self._fetches.keys().isdisjoint(keys)
+
     def join(self, fetch: Fetch, listener: FetchListener) -> None:
         """Want a fetch; `leave` must follow."""
         if not fetch.listeners:
@@ -136,6 +140,21 @@ class Reader:
         self._seconds.left(fetch, timed_out=timed_out)
         if not fetch.listeners:
             self._settle(fetch, keep=keep)
+
+    def leave_all(self, fetches: Sequence[Fetch], listener: FetchListener, *, keep: bool) -> None:
+        """`leave` of many, which nobody waited for in vain: memory that lies side by side is given back at once."""
+        freed: list[Segment] = []
+        for fetch in fetches:
+            if keep or len(fetch.listeners) > 1 or not fetch.landed or self._seconds:
+                self.leave(fetch, listener, keep=keep)
+                continue
+            fetch.listeners.clear()
+            fetch.issuer = None
+            if self._fetches.get(fetch.key) is fetch:
+                del self._fetches[fetch.key]
+            fetch.parts.clear()
+            freed.append(fetch.segment)
+        self._landing.release_all(freed)
 
     def read(self, parts: Sequence[Part], turn: Turn) -> None:
         """Queue reads of parts that are QUEUED, in the order in which they are wanted."""
@@ -269,7 +288,8 @@ class Reader:
                 self._settle(fetch, keep=False)
             elif status is PageStatus.LOADED:
                 self._land(part)
-                landed.update(dict.fromkeys(fetch.listeners))
+                for listener in fetch.listeners:
+                    landed[listener] = None
             elif fetch not in self._seconds and self._may_retry(part, status, descriptor):
                 again.append(part)
             else:
@@ -292,8 +312,10 @@ class Reader:
         if fetch.landed:
             fetch.segment.state = SegmentState.LANDED
             self._health.confirm(fetch)
-            self._release_session(fetch)
-            self._seconds.landed(fetch)
+            if fetch.session is not None:
+                self._release_session(fetch)
+            if self._seconds:
+                self._seconds.landed(fetch)
             self._fetches.setdefault(fetch.key, fetch)  # a second read took its place, and was not needed
 
     def _may_retry(self, part: Part, status: PageStatus, descriptor: Descriptor | None) -> bool:

@@ -83,6 +83,10 @@ class SecondReads:
         """Whether a second read of this one is out."""
         return first in self._out
 
+    def __bool__(self) -> bool:
+        """Whether any is out."""
+        return bool(self._out)
+
     def watch(self, call: ReadCall) -> None:
         """A call starts: be woken when it is overdue."""
         loop = asyncio.get_running_loop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 
 import anyio
 import anyio.lowlevel
@@ -13,7 +14,7 @@ from softload.context import Context
 from softload.copies import Copy, chunks, copies_in, execute, wait_for, zeros
 from softload.geometry.group import ResolvedComponent
 from softload.geometry.layout import Fragment
-from softload.native_calls import RefusedError
+from softload.native_calls import NativeCall, RefusedError
 from softload.outcomes import PageStatus
 from softload.planning import Column, needed_pages
 from softload.slots import SlotState
@@ -62,25 +63,58 @@ class UnitCopies:
         self._fence = None
         return None
 
-    async def copy(self, copies: Sequence[Copy]) -> bool:
-        """Copy in chunks; the deadline may pass between two, never within one. False once one has failed."""
+    async def copy(self, copies: Sequence[Copy], layer: int) -> bool:
+        """Copy in chunks; the deadline may pass between two, never within one. False once one has failed.
+
+        Args:
+            copies: what to copy.
+            layer: the first that waits for it; lower ones, of whatever unit, go first.
+        """
         if copies:
             self._move_slots(SlotState.FILLING)
-        for chunk in chunks(copies, self._context.config.copy_chunk_bytes):
-            await anyio.lowlevel.checkpoint_if_cancelled()
-            if not await self.run_chunk(chunk):
-                return False
-        return True
+        return await self._run_all(list(chunks(copies, self._context.config.copy_chunk_bytes)), float(layer))
+
+    async def _run_all(self, parts: Sequence[Sequence[Copy]], priority: float) -> bool:
+        """Copy chunks on as many lanes as there are; they never touch the same bytes. False once one has failed."""
+        errors: list[Exception] = []
+        running: set[NativeCall[None]] = set()
+        returned = anyio.Event()
+
+        def back(call: NativeCall[None]) -> None:
+            running.discard(call)
+            if call.error is not None:
+                errors.append(call.error)
+            if errors or not running:
+                returned.set()
+
+        calls = [NativeCall(partial(execute, part), back, priority=priority) for part in parts]
+        try:
+            for call in calls:
+                running.add(call)
+                self._context.compute.submit(call)
+        except RefusedError as error:
+            running.discard(call)
+            errors.append(error)
+        try:
+            if running and not errors:
+                await returned.wait()
+        finally:
+            # Failed or cancelled: what has not started never will, what has started ends before anybody goes on.
+            running.difference_update([call for call in list(running) if call.withdraw()])
+            with anyio.CancelScope(shield=True):
+                while running:
+                    returned = anyio.Event()
+                    await returned.wait()
+        if errors:
+            _log.error(events.COPY_FAILED, request_id=self._wants.request_id, error=repr(errors[0]))
+        return not errors
 
     async def run_chunk(self, chunk: Sequence[Copy]) -> bool:
         """Copy one chunk to its end. False where the device could not: that costs this unit, not the loader."""
-        try:
-            with anyio.CancelScope(shield=True):
-                await self._context.compute.run(lambda: execute(chunk))
-        except Exception as error:  # out of memory, an accelerator's fault, no threads for it any more
-            _log.error(events.COPY_FAILED, request_id=self._wants.request_id, error=repr(error))
-            return False
-        return True
+        is_good = False
+        with anyio.CancelScope(shield=True):
+            is_good = await self._run_all([chunk], float(self._context.pools.num_layers))
+        return is_good
 
     def of_layers(self, step: Iterable[Column], layers: range) -> list[Copy]:
         """The target's bytes of these columns that belong to `layers`, for the pages that are good so far."""
@@ -154,7 +188,7 @@ class UnitCopies:
         return (self._wants.target if self._wants.draft_rides else self._wants.draft)[column.component]
 
     def _column_copies(self, column: Column, fragments: Sequence[Fragment], pages: range) -> list[Copy]:
-        return copies_in(column, fragments, [self._fetches.segment(column, page) for page in pages], pages)
+        return copies_in(column, fragments, self._fetches.segments(column, pages), pages)
 
 
 def _draft_fragments(column: Column) -> Sequence[Fragment]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
+from itertools import chain, groupby
+from typing import Protocol
 
 from softload.config import Layout, ReadMode
 from softload.context import Context
@@ -16,8 +19,15 @@ from softload.unit_pages import UnitPages, Wanted
 
 __all__ = ["UnitFetches"]
 
-_PAGES_PER_TURN = 128
+_PAGES_PER_TURN = 256
 """Pages that are planned in one turn of the event loop: about a millisecond."""
+
+
+class UnitListener(FetchListener, Protocol):
+    """The unit."""
+
+    def cut(self) -> None:
+        """Some of what it wants cannot be had, and was marked: draw the conclusion. Called on the loop."""
 
 
 class UnitFetches:
@@ -30,14 +40,18 @@ class UnitFetches:
         share: whose landing memory it uses.
     """
 
-    def __init__(self, context: Context, pages: UnitPages, listener: FetchListener, share: Share) -> None:
+    def __init__(self, context: Context, pages: UnitPages, listener: UnitListener, share: Share) -> None:
         self._context = context
         self._pages = pages
         self._listener = listener
         self._share = share
-        self._fetches: dict[Wanted, Fetch] = {}
+        self._held: dict[Column, list[Fetch | None]] = {}
         self._wants: dict[Fetch, list[Wanted]] = {}
         self._replaced: list[Fetch] = []
+        self._spare: dict[str, Segment] = {}
+        self._unplanned: deque[tuple[Column, int]] = deque()
+        self._is_marked = False
+        """Whether what was found while joining costs pages, or their draft."""
         self.descriptors: dict[str, Descriptor | None] = {}
         self.bytes_read = 0
 
@@ -48,13 +62,13 @@ class UnitFetches:
         """What the unit wants a fetch for."""
         return tuple(self._wants.get(fetch, ()))
 
-    def get(self, wanted: Wanted) -> Fetch | None:
-        """The fetch of an object, if it is held."""
-        return self._fetches.get(wanted)
-
-    def segment(self, column: Column, page: int) -> Segment:
-        """Where an object's bytes are."""
-        return self._fetches[Wanted(column, page)].segment
+    def segments(self, column: Column, pages: range) -> list[Segment]:
+        """Where the objects' bytes are."""
+        held = self._held.get(column, ())
+        found = [fetch.segment for fetch in held[pages.start : pages.stop] if fetch is not None]
+        if len(found) != len(pages):
+            raise RuntimeError(f"pool {column.pool.name}: expected {len(pages)} fetches, got {len(found)}")
+        return found
 
     def landed(self, columns: Iterable[Column], layers: range | None = None) -> bool:
         """Whether the bytes that the unit's good pages need, for `layers` or for all, are here and checked.
@@ -63,28 +77,33 @@ class UnitFetches:
         """
         self._leave_replaced()
         for column in columns:
-            for page in self._pages.pages_of(column):
-                fetch = self._fetches.get(Wanted(column, page))
+            pages = self._pages.pages_of(column)
+            held = self._held.get(column)
+            if held is None:
+                if pages:
+                    return False
+                continue
+            for fetch in held[pages.start : pages.stop]:
                 if fetch is None or not (fetch.landed if layers is None else fetch.landed_for(layers)):
                     return False
         return True
 
-    async def read(self, turn: Turn) -> None:
-        """Join what is on its way, be granted landing memory for the rest, whole and in turn, then queue its reads."""
+    async def begin(self) -> None:
+        """Join what is on its way, and be granted landing memory for the rest, whole and in turn; `plan` comes next."""
         landing = self._context.landing
         await self._context.pacer.turn()
-        wanted = self._objects()
+        wanted = self._sizes()
         while landing.cost(_runs(wanted)) > landing.limit(self._share):
             pages = self._pages.pages
             self._pages.limit(pages - max(1, pages // 8), PageStatus.SHED)
-            wanted = self._objects()
+            wanted = self._sizes()
         self._pages.restrict_windows()
-        self._join()  # before asking for room: room is made by freeing what nobody holds
-        new = [(item, size) for item, size in wanted if item not in self._fetches]
+        joined = self._join(wanted)  # before asking for room: room is made by freeing what nobody holds
+        new = {key: size for key, size in wanted.items() if key not in joined} if joined else wanted
         if new and landing.sheds:
             self._pages.limit(0, PageStatus.SHED)
             self.prune()
-            new = []
+            new = {}
         # Nothing to read waits for nobody: a miss is told at once, whoever queues for room.
         segments = landing.try_grant(_runs(new), self._share) if new else []
         if segments is None:
@@ -92,8 +111,43 @@ class UnitFetches:
             self.let_go_all(keep=True)
             new = wanted
             segments = await landing.grant(_runs(new), self._share) or []
-            self._join()
-        await self._assign(new, segments, turn)
+            self._join(wanted)
+        self._conclude()
+        self._spare = dict(zip(new, segments, strict=True))
+        self._unplanned.extend(
+            (column, first)
+            for column in self._pages.all_columns()
+            for first in range(0, len(column.keys), _PAGES_PER_TURN)
+        )
+
+    async def plan(self, turn: Turn) -> bool:
+        """Join or start the next few fetches, in the order in which they are wanted. False where none are left.
+
+        Little by little, so that what has landed can be copied while later layers are planned.
+        """
+        if not self._unplanned:
+            return False
+        await self._context.pacer.turn()
+        if not self._unplanned:  # all was let go meanwhile
+            return False
+        if self._is_ranged:  # first layers of all objects before the last ones of any: all in one go
+            parts: list[Part] = []
+            while self._unplanned:
+                parts += self._assign(*self._unplanned.popleft())
+            parts.sort(key=lambda part: 0 if part.layers is None else part.layers.start)
+        else:
+            parts = self._assign(*self._unplanned.popleft())
+        self._context.reader.read(parts, turn)
+        if not self._unplanned:
+            self._release_spare()
+        self._conclude()
+        return True
+
+    def unplanned(self) -> Iterator[Wanted]:
+        """What is wanted, and has neither been joined nor started yet."""
+        for column, first in self._unplanned:
+            for page in _part_of(self._pages.pages_of(column), first):
+                yield Wanted(column, page)
 
     def take_over(self, source: UnitFetches) -> None:
         """Hold what another unit's run landed, for this one's own columns.
@@ -109,8 +163,7 @@ class UnitFetches:
                     f"request {self._pages.request_id!r}, pool {column.pool.name}: expected the prefetched page keys "
                     f"or the first of them, got others"
                 )
-            for page in range(len(column.keys)):
-                fetch = source.get(Wanted(match, page))
+            for page, fetch in enumerate(source._held.get(match, ())[: len(column.keys)]):
                 if fetch is not None:
                     self._hold(Wanted(column, page), fetch)
 
@@ -122,85 +175,77 @@ class UnitFetches:
 
     def prune(self, *, timed_out: bool = False) -> None:
         """Let go of what the unit's good pages do not need any more."""
-        for wanted in [w for w in self._fetches if w.page not in self._pages.pages_of(w.column)]:
-            self._let_go(wanted, timed_out=timed_out)
+        for column, held in self._held.items():
+            needed = self._pages.pages_of(column)
+            for page in chain(range(min(needed.start, len(held))), range(needed.stop, len(held))):
+                if held[page] is not None:
+                    self._let_go(Wanted(column, page), timed_out=timed_out)
 
     def let_go(self, columns: Iterable[Column], *, keep: bool) -> None:
         """Let go of whole columns, which are copied."""
         for column in columns:
-            for page in self._pages.pages_of(column):
-                self._let_go(Wanted(column, page), keep=keep)
+            self._let_go_column(column, keep=keep)
+            # All of it may have been here when the unit began: nobody brings it again.
+            if any(each is column for each, _ in self._unplanned):
+                self._unplanned = deque((each, first) for each, first in self._unplanned if each is not column)
+                if not self._unplanned:
+                    self._release_spare()
 
     def let_go_all(self, *, keep: bool) -> None:
         """Let go of everything; landed bytes may serve later units with `keep`."""
-        for wanted in list(self._fetches):
-            self._let_go(wanted, keep=keep)
+        self._unplanned.clear()
+        for column in list(self._held):
+            self._let_go_column(column, keep=keep)
         self._leave_replaced()
+        self._release_spare()
 
-    def _objects(self) -> list[tuple[Wanted, int]]:
-        """The objects that are needed, with their sizes; each key once."""
-        keys: set[str] = set()
-        objects = []
+    def _sizes(self) -> dict[str, int]:
+        """The objects that are needed, first layers first: the bytes of each key."""
+        sizes: dict[str, int] = {}
+        descriptors = self.descriptors
+        for column in self._pages.all_columns():
+            pages, otherwise = self._pages.pages_of(column), column.spec.size
+            for key in column.keys[pages.start : pages.stop]:
+                found = descriptors.get(key)
+                sizes[key] = otherwise if found is None else found.size
+        return sizes
+
+    def _join(self, keys: Collection[str]) -> set[str]:
+        """Hold what is here or on its way, all at once: it may be gone after the next await. Which these are."""
+        joined: set[str] = set()
+        if not self._context.reader.knows_any(keys):
+            return joined
         for wanted in self._pages.needed():
-            if wanted.key not in keys:
-                keys.add(wanted.key)
-                objects.append((wanted, self._size(wanted)))
-        return objects
+            if self._get(wanted) is None and self._join_one(wanted):
+                joined.add(wanted.key)
+        return joined
 
-    def _join(self) -> None:
-        """Hold what is here or on its way, all at once: it may be gone after the next await."""
-        for wanted in self._pages.needed():
-            if wanted not in self._fetches:
-                self._join_one(wanted)
-
-    async def _assign(self, new: list[tuple[Wanted, int]], segments: list[Segment], turn: Turn) -> None:
-        """Join or start every fetch, column by column: the first layers' reads are out before the last are planned."""
-        spare = {wanted.key: segment for (wanted, _), segment in zip(new, segments, strict=True)}
-        parts: list[Part] = []
-        try:
-            for column in list(self._pages.all_columns()):
-                for first in range(0, len(column.keys), _PAGES_PER_TURN):
-                    await self._context.pacer.turn()
-                    parts += self._assign_column(column, first, spare)
-                if not self._is_ranged:
-                    self._context.reader.read(parts, turn)
-                    parts = []
-            parts.sort(key=lambda part: 0 if part.layers is None else part.layers.start)
-        except BaseException:  # this unit ends here; whoever has joined what it was about to read has not
-            parts = [part for part in parts if part.fetch.joiners]
-            raise
-        finally:
-            self._context.reader.read(parts, turn)
-            for segment in spare.values():
-                self._context.landing.release(segment)
-        self._pages.recut()
-        self.prune()
-
-    def _assign_column(self, column: Column, first: int, spare: dict[str, Segment]) -> list[Part]:
+    def _assign(self, column: Column, first: int) -> list[Part]:
         tailed = self._context.config.layout is Layout.GROUPED
+        reader, listener, spare, descriptors = self._context.reader, self._listener, self._spare, self.descriptors
+        is_ranged, otherwise = self._is_ranged, column.spec.size
+        held = self._of_column(column)
         parts: list[Part] = []
-        for page in self._pages.pages_of(column)[first : first + _PAGES_PER_TURN]:
-            wanted, key = Wanted(column, page), column.keys[page]
-            if wanted in self._fetches or self._join_one(wanted):
+        for page in _part_of(self._pages.pages_of(column), first):
+            if held[page] is not None:
                 continue
-            if key in spare:
-                size = self._size(wanted)
-                ranges = self._ranges(wanted, size) if self._is_ranged else ()
-                fetch = self._context.reader.add(
-                    key,
-                    spare.pop(key),
-                    self.descriptors.get(key),
-                    self._listener,
-                    size=size,
-                    tailed=tailed,
-                    ranges=ranges,
-                )
-                parts += fetch.parts
-                self.bytes_read += size
-                self._fetches[wanted] = fetch
-                self._wants[fetch] = [wanted]
-            else:  # it was here before this unit waited for memory, and is no longer
+            key = column.keys[page]
+            wanted = Wanted(column, page)
+            if self._join_one(wanted):
+                continue
+            segment = spare.pop(key, None)
+            if segment is None:  # it was here before this unit waited for memory, and is no longer
                 self._pages.mark_bad(column, page, PageStatus.SHED)
+                self._is_marked = True
+                continue
+            found = descriptors.get(key)
+            size = otherwise if found is None else found.size
+            ranges = self._ranges(wanted, size) if is_ranged else ()
+            fetch = reader.add(key, segment, found, listener, size=size, tailed=tailed, ranges=ranges)
+            parts += fetch.parts
+            self.bytes_read += size
+            held[page] = fetch
+            self._wants[fetch] = [wanted]
         return parts
 
     def _join_one(self, wanted: Wanted) -> bool:
@@ -216,24 +261,63 @@ class UnitFetches:
         while self._replaced:
             self._context.reader.leave(self._replaced.pop(), self._listener)
 
+    def _release_spare(self) -> None:
+        """Give back what was granted for objects that somebody else brought, or that nobody needs any more."""
+        spare, self._spare = self._spare, {}
+        self._context.landing.release_all(list(spare.values()))
+
+    def _of_column(self, column: Column) -> list[Fetch | None]:
+        held = self._held.get(column)
+        if held is None:
+            held = self._held[column] = [None] * len(column.keys)
+        return held
+
+    def _get(self, wanted: Wanted) -> Fetch | None:
+        held = self._held.get(wanted.column)
+        return None if held is None else held[wanted.page]
+
     def _hold(self, wanted: Wanted, fetch: Fetch) -> None:
         if fetch.size != self._size(wanted):  # another object under the same key than the one that was admitted
             self._adopt_size(wanted, fetch.size)
         self._context.reader.join(fetch, self._listener)
-        self._fetches[wanted] = fetch
+        self._of_column(wanted.column)[wanted.page] = fetch
         self._wants.setdefault(fetch, []).append(wanted)
 
+    def _let_go_column(self, column: Column, *, keep: bool) -> None:
+        held = self._held.get(column)
+        if held is None:
+            return
+        alone: list[Fetch] = []
+        for page, fetch in enumerate(held):
+            if fetch is None:
+                continue
+            if len(self._wants[fetch]) > 1:
+                self._let_go(Wanted(column, page), keep=keep)
+                continue
+            held[page] = None
+            del self._wants[fetch]
+            alone.append(fetch)
+        self._context.reader.leave_all(alone, self._listener, keep=keep)
+
     def _let_go(self, wanted: Wanted, *, timed_out: bool = False, keep: bool = False) -> None:
-        fetch = self._fetches.pop(wanted, None)
+        held = self._held[wanted.column]
+        fetch = held[wanted.page]
         if fetch is None:  # leaving another made room for a queued read that was shed, and that pruned this one
             return
+        held[wanted.page] = None
         self._wants[fetch].remove(wanted)
         if not self._wants[fetch]:
             del self._wants[fetch]
         self._context.reader.leave(fetch, self._listener, timed_out=timed_out, keep=keep)
 
+    def _conclude(self) -> None:
+        if self._is_marked:
+            self._is_marked = False
+            self._listener.cut()
+
     def _adopt_size(self, wanted: Wanted, size: int) -> None:
         spec = wanted.column.spec
+        self._is_marked = True
         if size not in (spec.size, spec.target_size):
             self._pages.mark_bad(wanted.column, wanted.page, PageStatus.WRONG_SIZE)
         elif self._pages.draft_rides and size < spec.size:
@@ -263,12 +347,11 @@ class UnitFetches:
         return found
 
 
-def _runs(new: list[tuple[Wanted, int]]) -> list[tuple[int, int]]:
+def _part_of(pages: range, first: int) -> range:
+    """The needed pages among those that one turn plans."""
+    return range(max(pages.start, first), min(pages.stop, first + _PAGES_PER_TURN))
+
+
+def _runs(sizes: dict[str, int]) -> list[tuple[int, int]]:
     """Neighbours of equal size as `(bytes, count)`."""
-    runs: list[tuple[int, int]] = []
-    for _, size in new:
-        if runs and runs[-1][0] == size:
-            runs[-1] = (size, runs[-1][1] + 1)
-        else:
-            runs.append((size, 1))
-    return runs
+    return [(size, sum(1 for _ in same)) for size, same in groupby(sizes.values())]

@@ -144,7 +144,7 @@ class FuzzedNative:
 
 class _Replica:
     def __init__(self, size: Any) -> None:
-        self.status = SimpleNamespace(name="COMPLETE")
+        self.status = SimpleNamespace(name="COMPLETE", value=3)
         self._buffer = SimpleNamespace(size=size, transport_endpoint="127.0.0.1:1", buffer_address=4096)
 
     def is_memory_replica(self) -> bool:

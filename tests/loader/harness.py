@@ -313,6 +313,18 @@ def from_call(number: int) -> Callable[[Sequence[str]], bool]:
     return lambda _: next(calls) >= number
 
 
+def second_tries() -> Callable[[Sequence[str]], bool]:
+    """For `HangingStore.hold`: hold calls that are about an object that an earlier call was about."""
+    seen: set[str] = set()
+
+    def again(object_keys: Sequence[str]) -> bool:
+        known = not seen.isdisjoint(object_keys)
+        seen.update(object_keys)
+        return known
+
+    return again
+
+
 def nth_of(number: int, *page_keys: str) -> Callable[[Sequence[str]], bool]:
     """For `HangingStore.hold`: hold only call `number`, from 0, of those that are about one of these pages."""
     chosen, calls = any_of(*page_keys), itertools.count()

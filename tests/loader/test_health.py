@@ -15,7 +15,6 @@ from .harness import (
     arrived,
     assert_outcome,
     eventually,
-    from_call,
     is_of,
     keys,
     load,
@@ -24,6 +23,7 @@ from .harness import (
     modes,
     opened,
     put,
+    second_tries,
     settle,
     store,
 )
@@ -363,7 +363,7 @@ async def test_reads_of_one_load_that_hang_at_their_second_try_are_one_outcome(m
     async with opened(lying, pools, **mode, read_lanes=4, read_batch_objects=1) as loader:
         await put(loader, pools, keys(4))
         lying.lie(method, is_of(*keys(4)), PageStatus.LEASE_EXPIRED, times=4)
-        hanging.hold(method, from_call(4))
+        hanging.hold(method, second_tries())
         try:
             outcome = (await load(loader, pools.unit("a", keys(4), range(4), deadline=0.5)))["a"]
             assert outcome.restored_pages < 4

@@ -23,7 +23,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 
 @pytest.fixture(autouse=True)
 def small_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "_IDLE_SECONDS", 0.05)
+    monkeypatch.setattr(runner, "_QUIET_SECONDS", 0.05)
     monkeypatch.setattr(runner, "_POOL_BYTES", 512 * (32 << 10))
 
 
