@@ -16,6 +16,9 @@ import torch
 
 _SCHEMAS = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
 
+_STUBS = "sglang_platform_stubs"
+"""In `sys.modules` once this was done, by whichever copy of this module."""
+
 
 class _Mocks(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Answers imports of kernels, none of which is called."""
@@ -41,7 +44,7 @@ def install() -> bool:
     found = importlib.util.find_spec("sglang")
     if found is None or found.submodule_search_locations is None:
         return False
-    if "sglang" in sys.modules:
+    if "sglang" in sys.modules or _STUBS in sys.modules:
         return True
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     for name in ("nms", "qnms"):
@@ -49,7 +52,7 @@ def install() -> bool:
     sys.meta_path.insert(0, _Mocks())
     # SGLang has a stand-in for Triton, which it installs on Apple's machines alone.
     path = os.path.join(found.submodule_search_locations[0], "_platform_stubs.py")
-    spec = importlib.util.spec_from_file_location("sglang_platform_stubs", path)
+    spec = importlib.util.spec_from_file_location(_STUBS, path)
     assert spec is not None and spec.loader is not None
     stubs = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = stubs
