@@ -81,6 +81,9 @@ class Context:
     """Units whose outcome is not known yet."""
     promised: PromisedKeys = field(default_factory=lambda: PromisedKeys(65_536))
 
+    planning: set[object] = field(default_factory=set)
+    """Units that have not joined or started all their reads yet: what others copied meanwhile may be theirs too."""
+
     waits: set[anyio.CancelScope] = field(default_factory=set)
     """Of callers in tasks that are not the loader's own; closing ends them."""
     closing: bool = False

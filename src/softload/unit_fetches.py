@@ -93,6 +93,7 @@ class UnitFetches:
     async def begin(self) -> None:
         """Join what is on its way, and be granted landing memory for the rest, whole and in turn; `plan` comes next."""
         landing = self._context.landing
+        self._context.planning.add(self)
         await self._context.pacer.turn()
         wanted = self._sizes()
         while landing.cost(_runs(wanted)) > landing.limit(self._share):
@@ -111,6 +112,7 @@ class UnitFetches:
         if segments is None:
             # Who waits holds nothing, and what is here now need not be here when there is room: so room for all of it.
             self.let_go_all(keep=True)
+            self._context.planning.add(self)
             new = wanted
             segments = await landing.grant(_runs(new), self._share) or []
             self._join(wanted)
@@ -181,6 +183,8 @@ class UnitFetches:
 
     def let_go(self, columns: Iterable[Column], *, keep: bool) -> None:
         """Let go of whole columns, which are copied."""
+        # An object that several units want at a time is read once, however far ahead of the others one of them is.
+        keep = keep or not self._context.planning <= {self}
         for column in columns:
             self._let_go_column(column, keep=keep)
             # All of it may have been here when the unit began: nobody brings it again.
@@ -192,6 +196,7 @@ class UnitFetches:
     def let_go_all(self, *, keep: bool) -> None:
         """Let go of everything; landed bytes may serve later units with `keep`."""
         self._unplanned.clear()
+        self._context.planning.discard(self)
         # This unit ends here; whoever has joined what it was about to read has not.
         self._unqueued = [part for part in self._unqueued if part.fetch.joiners]
         self._queue()
@@ -250,6 +255,7 @@ class UnitFetches:
         return parts
 
     def _finish_planning(self) -> None:
+        self._context.planning.discard(self)
         self._unqueued.sort(key=lambda part: 0 if part.layers is None else part.layers.start)
         self._queue()
         self._release_spare()
