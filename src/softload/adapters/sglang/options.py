@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from softload.adapters._options import OptionKinds
 from softload.config import DraftPolicy, Integrity, Layout, LoaderConfig, ReadMode
-from softload.stores import open_store, parse_duration, parse_size
 
 __all__ = ["Admission", "LinkerOptions"]
-
-_WHERE = "linker_extra_config"
-_SIZES = ("landing_bytes",)
-_DURATIONS = (
-    "deadline",
-    "lookup_deadline",
-    "save_deadline",
-    "blocking_limit",
-    "offload_limit",
-    "hold_limit",
-    "prefetch_ttl",
-    "start_timeout",
-)
-_COUNTS = ("truncate_pages", "read_lanes", "write_lanes", "stuck_threads", "max_holds")
-_FLAGS = ("save", "require_store")
 
 
 class Admission(StrEnum):
@@ -41,6 +25,26 @@ class Admission(StrEnum):
 
     SYNC = "sync"
     """The scheduler waits for them, at most `blocking_limit`; needs no hooks into SGLang."""
+
+
+_KINDS = OptionKinds(
+    where="linker_extra_config",
+    choices={"admission": Admission, "layout": Layout, "integrity": Integrity, "draft_policy": DraftPolicy},
+    sizes=("landing_bytes",),
+    durations=(
+        "deadline",
+        "lookup_deadline",
+        "save_deadline",
+        "blocking_limit",
+        "offload_limit",
+        "hold_limit",
+        "prefetch_ttl",
+        "start_timeout",
+    ),
+    counts=("truncate_pages", "read_lanes", "write_lanes", "stuck_threads", "max_holds"),
+    flags=("save", "require_store"),
+    optional=("admission",),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,30 +105,7 @@ class LinkerOptions:
     start_timeout: float = 30.0
 
     def __post_init__(self) -> None:
-        for name, kind in (
-            ("admission", Admission),
-            ("layout", Layout),
-            ("integrity", Integrity),
-            ("draft_policy", DraftPolicy),
-        ):
-            value = getattr(self, name)
-            if value is None and name == "admission":
-                continue
-            if value not in list(kind):
-                raise ValueError(f"{_WHERE}: {name}: expected one of {', '.join(kind)}, got {value!r}")
-            object.__setattr__(self, name, kind(value))
-        for name in _FLAGS:
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise ValueError(f"{_WHERE}: {name}: expected true or false, got {value!r}")
-        for name in (*_SIZES, *_COUNTS):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < (0 if name == "truncate_pages" else 1):
-                raise ValueError(f"{_WHERE}: {name}: expected a positive whole number, got {value!r}")
-        for name in _DURATIONS:
-            value = getattr(self, name)
-            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < math.inf:
-                raise ValueError(f"{_WHERE}: {name}: expected 0 or more seconds, got {value!r}")
+        _KINDS.check(self)
         self.loader_config("check")
 
     @classmethod
@@ -134,25 +115,9 @@ class LinkerOptions:
         Raises:
             ValueError: no store, an unknown key, or a value that does not parse.
         """
-        known = [option.name for option in fields(cls)]
-        unknown = sorted(set(extra) - set(known))
-        if unknown:
-            raise ValueError(f"{_WHERE}: expected keys out of {', '.join(known)}, got {', '.join(unknown)}")
-        if not isinstance(extra.get("store"), str):
-            raise ValueError(f"{_WHERE}: store: expected a URL like mooncake://host:port, got {extra.get('store')!r}")
-        values = dict(extra)
-        if not isinstance(values.get("namespace"), str | None):
-            raise ValueError(f"{_WHERE}: namespace: expected a string, got {values['namespace']!r}")
-        for names, parse in ((_SIZES, parse_size), (_DURATIONS, parse_duration)):
-            for name in names:
-                if isinstance(values.get(name), str):
-                    try:
-                        values[name] = parse(values[name])
-                    except ValueError as error:
-                        raise ValueError(f"{_WHERE}: {name}: {error}") from None
-        options = cls(**values)
-        open_store(options.store)  # only parsed: it connects when a loader opens it
-        return options
+        if not isinstance(extra.get("namespace"), str | None):
+            raise ValueError(f"{_KINDS.where}: namespace: expected a string, got {extra['namespace']!r}")
+        return _KINDS.parse(cls, extra)
 
     def loader_config(
         self,

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from softload.adapters._options import OptionKinds
 from softload.config import DraftPolicy, Integrity, Layout, LoaderConfig
-from softload.stores import open_store, parse_duration, parse_size
 
 __all__ = ["ConnectorOptions", "LoadMode"]
-
-_SIZES = ("landing_bytes",)
-_DURATIONS = ("deadline", "lookup_deadline", "save_deadline", "hold_limit", "prefetch_ttl", "start_timeout")
-_COUNTS = ("truncate_pages", "read_lanes", "write_lanes", "stuck_threads")
-_FLAGS = ("save", "require_store", "allow_fail_policy")
 
 
 class LoadMode(StrEnum):
@@ -30,6 +25,17 @@ class LoadMode(StrEnum):
 
     LAYERWISE = "layerwise"
     """Blocks are taken at once, and the forward waits for each layer. Needs a scheduler without async scheduling."""
+
+
+_KINDS = OptionKinds(
+    where="kv_connector_extra_config",
+    choices={"mode": LoadMode, "layout": Layout, "integrity": Integrity, "draft_policy": DraftPolicy},
+    sizes=("landing_bytes",),
+    durations=("deadline", "lookup_deadline", "save_deadline", "hold_limit", "prefetch_ttl", "start_timeout"),
+    counts=("truncate_pages", "read_lanes", "write_lanes", "stuck_threads"),
+    flags=("save", "require_store", "allow_fail_policy"),
+    optional=("stuck_threads",),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,31 +92,7 @@ class ConnectorOptions:
     allow_fail_policy: bool = False
 
     def __post_init__(self) -> None:
-        for name, kind in (
-            ("mode", LoadMode),
-            ("layout", Layout),
-            ("integrity", Integrity),
-            ("draft_policy", DraftPolicy),
-        ):
-            value = getattr(self, name)
-            if value not in list(kind):
-                raise ValueError(f"kv_connector_extra_config: {name}: expected one of {', '.join(kind)}, got {value!r}")
-            object.__setattr__(self, name, kind(value))
-        for name in _FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(
-                    f"kv_connector_extra_config: {name}: expected true or false, got {getattr(self, name)!r}"
-                )
-        for name in (*_SIZES, *_COUNTS):
-            value = getattr(self, name)
-            if name == "stuck_threads" and value is None:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < (0 if name == "truncate_pages" else 1):
-                raise ValueError(f"kv_connector_extra_config: {name}: expected a positive whole number, got {value!r}")
-        for name in _DURATIONS:
-            value = getattr(self, name)
-            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < float("inf"):
-                raise ValueError(f"kv_connector_extra_config: {name}: expected 0 or more seconds, got {value!r}")
+        _KINDS.check(self)
         self.loader_config("check")
 
     @classmethod
@@ -120,28 +102,7 @@ class ConnectorOptions:
         Raises:
             ValueError: no store, an unknown key, or a value that does not parse.
         """
-        known = [option.name for option in fields(cls)]
-        unknown = sorted(set(extra) - set(known))
-        if unknown:
-            raise ValueError(
-                f"kv_connector_extra_config: expected keys out of {', '.join(known)}, got {', '.join(unknown)}"
-            )
-        if not isinstance(extra.get("store"), str):
-            raise ValueError(
-                "kv_connector_extra_config: store: expected a URL like mooncake://host:port, "
-                f"got {extra.get('store')!r}"
-            )
-        values = dict(extra)
-        for names, parse in ((_SIZES, parse_size), (_DURATIONS, parse_duration)):
-            for name in names:
-                if isinstance(values.get(name), str):
-                    try:
-                        values[name] = parse(values[name])
-                    except ValueError as error:
-                        raise ValueError(f"kv_connector_extra_config: {name}: {error}") from None
-        options = cls(**values)
-        open_store(options.store)  # only parsed: it connects when a loader opens it
-        return options
+        return _KINDS.parse(cls, extra)
 
     def loader_config(
         self, namespace: str, *, tp_rank: int = 0, pp_rank: int = 0, local_workers: int = 1
