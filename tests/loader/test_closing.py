@@ -153,7 +153,7 @@ async def test_memory_that_a_late_call_gives_back_while_the_loader_closes_is_unr
                 hanging.hold("read")
                 await load(loader, pools.unit("a", keys(3), range(3), deadline=0.1))
                 await eventually(lambda: loader.statistics().replaced_bytes > 0)
-                landing = loader._context.landing  # type: ignore[union-attr]
+                landing = loader._context.landing
                 hanging.hold("unregister")
                 monkeypatch.setattr(loader_module, "_CLOSE_SECONDS", 1.0)
 

@@ -187,9 +187,10 @@ def _console_script() -> str:
     return f"from {module} import {function}; {function}()"
 
 
-@pytest.mark.parametrize(
-    "run", ["import runpy; runpy.run_module('softload', run_name='__main__')", _console_script()], ids=["-m", "softload"]
-)
+_MODULE = "import runpy; runpy.run_module('softload', run_name='__main__')"
+
+
+@pytest.mark.parametrize("run", [_MODULE, _console_script()], ids=["-m", "softload"])
 def test_without_the_packages_of_the_command_line(run: str) -> None:
     code = f"import sys; sys.modules['typer'] = None; {run}"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
