@@ -30,7 +30,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_replay_of_a_file_writes_json_and_a_table(tmp_path: Path) -> None:
-    trace, figures = tmp_path / "small.jsonl", tmp_path / "figures.json"
+    trace, figures = tmp_path / "[red]small.jsonl", tmp_path / "figures.json"
     write_trace(trace, synthetic_trace(20))
     result = invoke.invoke(
         app, ["replay", str(trace), "--requests", "15", "--json", str(figures), "--landing", "32MiB"]
@@ -38,7 +38,8 @@ def test_replay_of_a_file_writes_json_and_a_table(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     written = json.loads(figures.read_text())
     assert written["requests"] == 15
-    assert written["trace"] == "small.jsonl"
+    assert written["trace"] == "[red]small.jsonl"
+    assert "replay of [red]small.jsonl on memory://" in " ".join(result.output.split())
     assert written["landing_bytes"] == 32 << 20
     assert "restored" in result.output and "15/15 requests" in result.output
 
