@@ -220,7 +220,8 @@ class SoftloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Requests whose loads have ended, and those that failed; in layer-wise mode, waits for the step's loads."""
         if self._worker is not None:
             self._worker.end_step_loads()
-        received, failed, self._bad_blocks = self._outbox.take_received()
+        received, failed, bad_blocks = self._outbox.take_received()
+        self._bad_blocks |= bad_blocks
         return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
