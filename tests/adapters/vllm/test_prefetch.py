@@ -158,3 +158,16 @@ def test_what_is_larger_than_the_landing_memory_loads_into_blocks(tmp_path_facto
         assert_equal(cold, replay)
         assert [len(load.keys) for load in orders.loads] == [10]
         assert [len(place.block_ids[0]) for place in orders.places] == [3]
+
+
+def test_what_was_let_go_before_there_were_blocks_for_it_is_computed(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with rig(tmp_path_factory.mktemp("llama"), extra={"hold_limit": 0}) as one:
+        asked, cold = one.computed(330, 200)
+        replay = generate(one.llm, asked)
+        assert_equal(cold, replay)
+        assert one.counters["failed_loads"] == 2
+        assert len(set().union(*HookedConnector.seen_bad_blocks)) == 10 + 6
+        assert not HookedConnector.failed
+        assert_told_once()
+        settle(one.llm)
+        assert_equal(cold, generate(one.llm, asked))
