@@ -129,11 +129,13 @@ def engine(
         "enable_prefix_caching": True,
         "kv_transfer_config": transfer if connector else None,
     }
-    llm = LLM(model=str(model), **{**arguments, **settings})
+    llm = None
     try:
+        llm = LLM(model=str(model), **{**arguments, **settings})
         yield llm
     finally:
-        llm.llm_engine.engine_core.shutdown()
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
         ensure_kv_transfer_shutdown()
         del llm
         cleanup_dist_env_and_memory()

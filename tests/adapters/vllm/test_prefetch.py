@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from engines import (
@@ -45,7 +48,9 @@ def test_every_whole_block_is_restored(one: Rig) -> None:
 
 
 @pytest.mark.parametrize("held", ["exists", "read"])
-def test_a_request_whose_bytes_have_not_landed_holds_no_block_and_others_pass(one: Rig, held: str) -> None:
+def test_a_request_whose_bytes_have_not_landed_holds_no_block_and_others_pass(
+    one: Rig, held: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (prompt,), cold = one.computed(330)
     pages = set(page_hashes(prompt))
     one.hanging.hold(held, lambda keys: any(page_of(key) in pages for key in keys))
@@ -53,6 +58,15 @@ def test_a_request_whose_bytes_have_not_landed_holds_no_block_and_others_pass(on
     others = prompts(40, 100, 300, seed=21)
     answers: dict[str, Answer] = {}
     scheduler = core(one.llm).scheduler
+    ask, questions = scheduler.connector.get_num_new_matched_tokens, []
+
+    def asked(*args: Any) -> Any:
+        started = time.monotonic()
+        answer = ask(*args)
+        questions.append(time.monotonic() - started)
+        return answer
+
+    monkeypatch.setattr(scheduler.connector, "get_num_new_matched_tokens", asked)
 
     def step() -> None:
         for output in one.llm.llm_engine.step():
@@ -70,6 +84,8 @@ def test_a_request_whose_bytes_have_not_landed_holds_no_block_and_others_pass(on
         step()
     assert one.hanging.held(held)
     assert "waits" not in answers
+    assert len(questions) > len(others)
+    assert statistics.median(questions) < 0.01  # a question that waits would do so every time
     one.hanging.release()
     while one.llm.llm_engine.has_unfinished_requests():
         step()
@@ -143,8 +159,8 @@ def test_nothing_is_left_behind(one: Rig) -> None:
     asked, _ = one.computed(200, 330)
     generate(one.llm, asked)
     settle(one.llm)
-    statistics = one.statistics
-    assert statistics.active_units == statistics.held_slots == statistics.landing_bytes_in_use == 0
+    loader = one.statistics
+    assert loader.active_units == loader.held_slots == loader.landing_bytes_in_use == 0
     assert not scheduler_side(one.llm)._states
     assert not scheduler_side(one.llm)._unstaged
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import BLOCK, core
+from engines import BLOCK, assert_equal, core, engine, generate, prompts, tiny_llama
 from launch_line import table, transfer_config
 from rigs import rig
 from vllm.config import KVTransferConfig
@@ -17,6 +18,30 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, s
 from softload.adapters.vllm import SoftloadConnector
 from softload.adapters.vllm.options import ConnectorOptions
 from softload.adapters.vllm.stats import METRICS
+from softload.errors import StoreSetupError
+from softload.stores import WrapperStore
+
+
+class Unreachable(WrapperStore):
+    def open(self) -> None:
+        raise StoreSetupError("nobody answers")
+
+
+# These first: an engine of their own each, and one at a time.
+def test_a_store_that_cannot_be_set_up_costs_the_cache(tmp_path: Path) -> None:
+    with engine(tiny_llama(tmp_path), wrap=Unreachable) as llm:
+        asked = prompts(200, 330)
+        answers = generate(llm, asked)
+        assert llm.reset_prefix_cache()
+        again = generate(llm, asked)
+        assert not any(answer.cached_tokens for answer in again)
+        assert_equal(answers, again)
+
+
+def test_a_store_that_is_required_and_cannot_be_set_up_keeps_the_engine_from_starting(tmp_path: Path) -> None:
+    with pytest.raises(StoreSetupError, match="nobody answers"):
+        with engine(tiny_llama(tmp_path), wrap=Unreachable, extra={"require_store": True}):
+            pass
 
 
 @pytest.fixture(scope="module")
