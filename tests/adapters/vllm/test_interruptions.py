@@ -13,6 +13,7 @@ from engines import (
     add,
     answer_of,
     assert_equal,
+    assert_told_once,
     core,
     generate,
     kv_bytes,
@@ -37,6 +38,7 @@ def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture
 def one(shared: Rig) -> Iterator[Rig]:
     yield shared
+    assert_told_once()
     shared.heal()
     drained(shared)
     settle(shared.llm)

@@ -228,7 +228,8 @@ class SoftloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._worker.end_step_loads()
             if self._get_connector_metadata().idle:
                 self._outbox.wait(_IDLE_SECONDS)
-        received, failed, self._bad_blocks = self._outbox.take_received()
+        received, failed, bad_blocks = self._outbox.take_received()
+        self._bad_blocks |= bad_blocks
         return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
