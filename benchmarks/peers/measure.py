@@ -87,9 +87,10 @@ async def measure_case(case: Case, *, owners: int, rounds: int, layer_times: Seq
     async with open_bench(workload, owners=owners) as bench:
         grouped = await bench.loader(Layout.GROUPED, integrity=Integrity.SAMPLE)
         page = await bench.loader(Layout.PAGE)
+        whole = await bench.loader(Layout.PAGE, read_mode=ReadMode.WHOLE)
         ranges = await bench.loader(Layout.PAGE, read_mode=ReadMode.RANGES)
         sides: dict[str, Side] = {}
-        for name, loader in (("grouped", grouped), ("page", page), ("page, ranges", ranges)):
+        for name, loader in (("grouped", grouped), ("page", page), ("page, whole", whole), ("page, ranges", ranges)):
             sides[name] = _ours(loader, bench)
         linker = SGLangLinker(workload, bench.store.native) if with_sglang else None
         if linker is not None:

@@ -176,6 +176,7 @@ class ReadCall:
         "parts",
         "ranged",
         "relied_on",
+        "running",
         "timed_out",
         "turn",
     )
@@ -189,6 +190,8 @@ class ReadCall:
         self.relied_on: set[Part] = set()
         """Live parts that somebody waits for, and has nothing else to wait for."""
         self.expected = 0.0
+        self.running = 1
+        """Reads under way when it started, this one among them."""
         self.alarm: asyncio.TimerHandle | None = None
         self.overdue = False
         """Whether it takes much longer than such a call should. Set by the alarm, so that all agree on it."""

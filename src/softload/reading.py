@@ -11,6 +11,7 @@ import structlog
 
 from softload import events
 from softload.config import LoaderConfig
+from softload.cost_model import CostModel
 from softload.fetches import Fetch, FetchListener, Part, PartState, ReadCall, Turn
 from softload.health import Health
 from softload.landing import LandingMemory, Segment, SegmentState
@@ -83,6 +84,11 @@ class Reader:
     def knows_any(self, keys: Collection[str]) -> bool:
         """Whether any of these is here or on its way, late ones included."""
         return not self._fetches.keys().isdisjoint(keys)
+
+    @property
+    def costs(self) -> CostModel:
+        """What reads have cost so far."""
+        return self._health.costs
 
     def join(self, fetch: Fetch, listener: FetchListener) -> None:
         """Want a fetch; `leave` must follow."""
@@ -263,6 +269,7 @@ class Reader:
             part.fetch.segment.state = SegmentState.IN_FLIGHT
         if live:
             call.live, call.relied_on = live, set(live)
+            call.running = self.group.running + 1
             self._health.expect(call)
             self._seconds.watch(call)
         return bool(live)
@@ -276,7 +283,7 @@ class Reader:
         answers = native.value or [(PageStatus.MALFORMED, None)] * len(call.live)
         if native.error is not None and not isinstance(native.error, RefusedError):
             _log.error(events.STORE_RAISED, error=repr(native.error))
-        self._health.record(call, [status for status, _ in answers])
+        self._health.record(call, [status for status, _ in answers], running=self.group.running + 1)
         again: list[Part] = []
         landed: dict[FetchListener, None] = {}
         for part, (status, descriptor) in zip(call.live, answers, strict=True):
