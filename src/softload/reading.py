@@ -216,6 +216,7 @@ class Reader:
                 priority=turn.tag,
                 kind=endpoint,
             )
+            native.label = call.label
             call.native = native
             try:
                 self.group.submit(native)
