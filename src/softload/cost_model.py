@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations, pairwise
 
 from softload.protocols import Clock
 
-__all__ = ["CostModel", "Costs", "Way", "best_way", "groupings", "stall"]
+__all__ = ["CostModel", "Costs", "Way", "best_way", "stall"]
 
 _FORGET = 0.85
 """Weight that a sample keeps when the next one comes."""
@@ -156,13 +155,6 @@ def stall(steps: Sequence[tuple[int, float, float]], layer_seconds: float) -> fl
     return waited
 
 
-def groupings(groups: Sequence[range]) -> Iterator[tuple[range, ...]]:
-    """Every way to read neighbouring groups of layers together, in two parts or more."""
-    for count in range(1, len(groups)):
-        for cuts in combinations(range(1, len(groups)), count):
-            yield tuple(range(groups[a].start, groups[b - 1].stop) for a, b in pairwise((0, *cuts, len(groups))))
-
-
 @dataclass(frozen=True, slots=True)
 class Way:
     """A way to read: the layers of each part, none for whole objects; and how long a forward should wait with it."""
@@ -179,7 +171,7 @@ def best_way(
     copy_seconds: Callable[[range], float],
     layer_seconds: float,
 ) -> Way:
-    """The way to read that makes a forward wait least.
+    """The way to read that makes a forward wait least: whole, or in two parts or more of neighbouring groups of layers.
 
     Args:
         groups: the groups of layers that are copied one after another, in order.
@@ -188,23 +180,33 @@ def best_way(
         copy_seconds: what the copy of some layers into their slots takes.
         layer_seconds: what the forward takes for a layer; 0 where all of it is wanted as soon as possible.
     """
-    copies = {group: copy_seconds(group) for group in groups}
+    copies = [copy_seconds(group) for group in groups]
+    starts = [group.start * layer_seconds for group in groups]
     whole = stall(
-        [(group.start, 0.0 if index else whole_seconds, copies[group]) for index, group in enumerate(groups)],
+        [(group.start, 0.0 if index else whole_seconds, copies[index]) for index, group in enumerate(groups)],
         layer_seconds,
     )
     best = Way((), whole)
-    reads: dict[range, float] = {}
-    for parts in groupings(groups):
-        starts = {}
-        for part in parts:
-            if part not in reads:
-                reads[part] = part_seconds(part)
-            starts[part.start] = reads[part]
-        wait = stall(
-            [(group.start, starts.get(group.start, 0.0), copies[group]) for group in groups],
-            layer_seconds,
-        )
-        if wait < best.stall and wait < _MARGIN * whole:
-            best = Way(parts, wait)
+    bound = _MARGIN * whole
+    reads: dict[tuple[int, int], float] = {}
+
+    def search(first: int, read: float, copied: float, waited: float, parts: tuple[range, ...]) -> None:
+        """All ways to read what is left from group `first` on, that could still be the best."""
+        nonlocal best, bound
+        if first == len(groups):
+            best, bound = Way(parts, waited), waited
+            return
+        for stop in range(first + 1, len(groups) + (first > 0)):  # all in one part is no choice
+            layers = range(groups[first].start, groups[stop - 1].stop)
+            if (first, stop) not in reads:
+                reads[first, stop] = part_seconds(layers)
+            there = read + reads[first, stop]
+            now, wait = copied, waited
+            for index in range(first, stop):
+                now = max(now, there) + copies[index]
+                wait = max(wait, now - starts[index])
+            if wait < bound:
+                search(stop, there, now, wait, (*parts, layers))
+
+    search(0, 0.0, 0.0, 0.0, ())
     return best

@@ -17,8 +17,8 @@ from softload.unit_pages import UnitPages
 
 __all__ = ["parts_to_read"]
 
-_WORTH_BYTES = 2 << 20
-"""Less is here in a millisecond, whichever way: no choice is made."""
+_WORTH_SECONDS = 1e-3
+"""What is here sooner is read whole: the choice itself takes a part of that."""
 
 _COPY_RATE = 8e9
 """Bytes per second that go from landing memory into slots. Copies weigh little in the choice: it is not measured."""
@@ -52,25 +52,34 @@ def parts_to_read(
     if layer_seconds is None:
         return ()
     work = _work(wants, descriptors, unread)
-    if sum(count * column.spec.size for (column, _), count in work.items()) < _WORTH_BYTES:
-        return ()
     model = context.reader.costs
     whole = {at: model.costs(at, ranged=False) for at in {at for _, at in work}}
     ranged = {at: model.costs(at, ranged=True) for at in whole}
 
+    known = context.part_sizes
+
+    def ranges_in(spec: ObjectSpec, layers: range) -> tuple[int, int]:
+        at = (spec.pool, spec.part, layers)
+        if at not in known:
+            known[at] = _ranges_in(spec, layers)
+        return known[at]
+
     def part_seconds(layers: range) -> float:
         seconds = 0.0
         for (column, at), count in work.items():
-            ranges, nbytes = _ranges_in(column.spec, layers)
+            ranges, nbytes = ranges_in(column.spec, layers)
             seconds += ranged[at].seconds(count * ranges, count * nbytes)
         return seconds
 
+    whole_seconds = sum(whole[at].seconds(count, count * column.spec.size) for (column, at), count in work.items())
+    if whole_seconds < _WORTH_SECONDS:
+        return ()
     return best_way(
         groups,
-        whole_seconds=sum(whole[at].seconds(count, count * column.spec.size) for (column, at), count in work.items()),
+        whole_seconds=whole_seconds,
         part_seconds=part_seconds,
         copy_seconds=lambda layers: sum(
-            count * _ranges_in(column.spec, layers)[1] / _COPY_RATE for (column, _), count in work.items()
+            count * ranges_in(column.spec, layers)[1] / _COPY_RATE for (column, _), count in work.items()
         ),
         layer_seconds=layer_seconds,
     ).parts

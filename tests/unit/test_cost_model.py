@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
+from itertools import combinations, pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from softload.cost_model import CostModel, Costs, best_way, groupings, stall
+from softload.cost_model import CostModel, Costs, best_way, stall
 from softload.geometry.layout import layer_groups
 
 ITEM, BYTE = 30e-6, 1 / 4e9
@@ -114,12 +118,37 @@ def test_the_stall_is_what_a_forward_waits(case: tuple[int, list[tuple[float, fl
     assert stall(steps, layer_seconds) == pytest.approx(waited(steps, layers, layer_seconds))
 
 
-def test_every_grouping_covers_every_layer_once_in_order() -> None:
-    groups = layer_groups(16)
-    found = list(groupings(groups))
-    assert len(set(found)) == len(found) == 2 ** (len(groups) - 1) - 1
-    for parts in found:
-        assert [layer for part in parts for layer in part] == list(range(16))
+def ways(groups: Sequence[range]) -> Iterator[tuple[range, ...]]:
+    """Every way to join neighbouring groups into two parts or more."""
+    for count in range(1, len(groups)):
+        for cuts in combinations(range(1, len(groups)), count):
+            yield tuple(range(groups[a].start, groups[b - 1].stop) for a, b in pairwise((0, *cuts, len(groups))))
+
+
+@given(st.integers(1, 40), st.lists(seconds, min_size=42, max_size=42), seconds)
+def test_no_way_is_better_than_the_best(layers: int, some: list[float], layer_seconds: float) -> None:
+    groups = layer_groups(layers)
+    copies = dict(zip(groups, some, strict=False))
+
+    def part_seconds(part: range) -> float:
+        return float(sum(some[layer] for layer in part) / math.sqrt(len(part)) + some[part.start + 1])
+
+    def stall_of(parts: tuple[range, ...]) -> float:
+        reads = {part.start: part_seconds(part) for part in parts}
+        return stall([(group.start, reads.get(group.start, 0.0), copies[group]) for group in groups], layer_seconds)
+
+    whole = stall([(group.start, 0.0 if group.start else some[41], copies[group]) for group in groups], layer_seconds)
+    found = best_way(
+        groups,
+        whole_seconds=some[41],
+        part_seconds=part_seconds,
+        copy_seconds=lambda group: copies[group],
+        layer_seconds=layer_seconds,
+    )
+    least = min(map(stall_of, ways(groups)), default=whole)
+    assert found.stall == pytest.approx(least if found.parts else whole)
+    assert bool(found.parts) == (least < 0.9 * whole)
+    assert not found.parts or [layer for part in found.parts for layer in part] == list(range(layers))
 
 
 def chosen(layer_seconds: float, *, item: float = ITEM, pages: int = 64, layers: int = 32) -> tuple[range, ...]:
