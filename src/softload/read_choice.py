@@ -17,6 +17,9 @@ from softload.unit_pages import UnitPages
 
 __all__ = ["parts_to_read"]
 
+_WORTH_BYTES = 1 << 20
+"""Less comes whole: one read that took long for other reasons must not change how the next small one is done."""
+
 _WORTH_SECONDS = 1e-3
 """What is here sooner is read whole: the choice itself takes a part of that."""
 
@@ -52,6 +55,8 @@ def parts_to_read(
     if layer_seconds is None:
         return ()
     work = _work(wants, descriptors, unread)
+    if sum(count * column.spec.size for (column, _), count in work.items()) < _WORTH_BYTES:
+        return ()
     model = context.reader.costs
     whole = {at: model.costs(at, ranged=False) for at in {at for _, at in work}}
     ranged = {at: model.costs(at, ranged=True) for at in whole}
