@@ -359,10 +359,8 @@ class PageLoader(AsyncContextManagerMixin):
         if self._replacing is not None:
             self._replacing.cancel()
         with anyio.move_on_after(_CLOSE_SECONDS):
-            for arena in context.landing.arenas:
-                # Memory that a call may still write stays registered and allocated: the call holds it.
-                if arena.is_unused:
-                    await context.connection.unregister(arena)
+            for arena in context.landing.close():
+                await context.connection.unregister(arena)
         await context.connection.close(_CLOSE_SECONDS)
 
     async def _keep_house(self, context: Context) -> None:

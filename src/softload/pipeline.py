@@ -376,7 +376,8 @@ class UnitRun:
     # -- cutting
 
     def _give_up_unlanded(self) -> None:
-        """What has not landed by now is a miss."""
+        """What has not landed by now is a miss. The running copy, if there was one, has ended."""
+        self._fetches.leave_replaced()
         if not self.admitted.is_set():
             self._give_up(self._reason)
             return

@@ -84,7 +84,7 @@ class UnitFetches:
 
         The unit itself asks, between its copies: so it does not copy any more from what was replaced meanwhile.
         """
-        self._leave_replaced()
+        self.leave_replaced()
         for column in columns:
             pages = self._pages.pages_of(column)
             held = self._held.get(column)
@@ -182,6 +182,11 @@ class UnitFetches:
             self._hold(wanted, new)
             self._replaced.append(old)
 
+    def leave_replaced(self) -> None:
+        """Nothing is copied from what was replaced any more."""
+        while self._replaced:
+            self._context.reader.leave(self._replaced.pop(), self._listener)
+
     def prune(self, *, timed_out: bool = False) -> None:
         """Let go of what the unit's good pages do not need any more."""
         for column, held in self._held.items():
@@ -211,7 +216,7 @@ class UnitFetches:
         self._queue()
         for column in list(self._held):
             self._let_go_column(column, keep=keep)
-        self._leave_replaced()
+        self.leave_replaced()
         self._release_spare()
 
     def _sizes(self) -> dict[str, int]:
@@ -281,10 +286,6 @@ class UnitFetches:
         self._context.counters.shared_objects += 1
         self._hold(wanted, fetch)
         return True
-
-    def _leave_replaced(self) -> None:
-        while self._replaced:
-            self._context.reader.leave(self._replaced.pop(), self._listener)
 
     def _release_spare(self) -> None:
         """Give back what was granted for objects that somebody else brought, or that nobody needs any more."""
