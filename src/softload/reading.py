@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Coroutine, Sequence
+from itertools import groupby
 from typing import Any
 
 import structlog
@@ -250,7 +251,13 @@ class Reader:
             answer = found.get(id(part.fetch.session), PageStatus.LOADED)  # none: freed meanwhile
             if answer is not PageStatus.LOADED:
                 self.fail([part], answer)
-        self._submit([part for part in held if part.state is PartState.QUEUED], turn, ranged=True)
+        # Calls of their own: the first layers of all objects do not wait for any byte of later ones.
+        queued = [
+            (part.layers.start, part) for part in held if part.state is PartState.QUEUED and part.layers is not None
+        ]
+        queued.sort(key=lambda each: each[0])
+        for _, same in groupby(queued, key=lambda each: each[0]):
+            self._submit([part for _, part in same], turn, ranged=True)
 
     def _prepare(self, call: ReadCall) -> bool:
         """On the loop, right before a thread gets the call: what nobody wants any more is not read."""
