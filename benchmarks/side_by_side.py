@@ -36,7 +36,7 @@ _SECONDS = 600
 def main() -> int:
     """Measure what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer cases, layer times and rounds: about 3 minutes")
+    parser.add_argument("--quick", action="store_true", help="fewer cases, layer times and rounds: about 4 minutes")
     parser.add_argument("--case", action="append", choices=list(CASES), help="again for several; all by default")
     parser.add_argument("--figure", action="append", choices=list(FIGURES), help="again for several; all by default")
     parser.add_argument("--store", action="append", choices=list(STORES), help="again for both; both by default")

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from peers.cases import CASES, Workload
+from peers.constants import constants
 from peers.lag import LagMeter, idle_control, percentiles
 from peers.measure import Bench, open_bench, settle
 from peers.ours import load
@@ -236,4 +237,5 @@ FIGURES = {
     "checks": checks,
     "loop lag": loop_lag,
     "plan": plan,
+    "constants": constants,
 }
