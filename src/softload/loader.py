@@ -114,17 +114,25 @@ class PageLoader(AsyncContextManagerMixin):
         """
         return await look_up(self._opened(), unit)
 
-    def load(self, units: Sequence[TransferUnit]) -> Load:
+    def load(self, units: Sequence[TransferUnit], *, layer_seconds: float = 0.0) -> Load:
         """A streaming load, layer by layer, of units with slots. It starts when the returned handle is entered.
 
+        Args:
+            units: with slots.
+            layer_seconds: what the forward that waits for these units takes for a layer, where the engine knows: of
+                layout `page`, `ReadMode.AUTO` then reads first layers first where that lets it wait less. 0: all is
+                wanted as soon as possible.
+
         Raises:
-            ValueError: keys, slots or pools that do not fit; a request twice. Entering raises it for slots that another
-                unit holds.
+            ValueError: keys, slots or pools that do not fit; a request twice; `layer_seconds` below 0. Entering raises
+                it for slots that another unit holds.
             LoaderClosedError: the loader is not open.
         """
         context = self._opened()
         self.pools.check_alive()
-        return Load(context, units)
+        if not (math.isfinite(layer_seconds) and layer_seconds >= 0):
+            raise ValueError(f"layer_seconds: expected 0 or more, got {layer_seconds}")
+        return Load(context, units, layer_seconds)
 
     def prefetch(self, units: Sequence[TransferUnit]) -> Prefetch:
         """A prefetch of whole pages, of units without slots. It starts when the returned handle is entered.

@@ -234,6 +234,11 @@ class CallGroup:
         """Whether stuck calls have used up every replacement."""
         return len(self._stuck) > self.max_stuck
 
+    @property
+    def running(self) -> int:
+        """Calls that run now and that somebody waits for."""
+        return self._running - len(self._stuck)
+
     def submit(self, call: NativeCall[Any]) -> None:
         """Queue a call.
 

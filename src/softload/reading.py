@@ -6,12 +6,14 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
+from itertools import groupby
 from typing import Any
 
 import structlog
 
 from softload import events
 from softload.config import LoaderConfig
+from softload.cost_model import CostModel
 from softload.fetches import Fetch, FetchListener, Part, PartState, ReadCall, Turn
 from softload.health import Health
 from softload.landing import LandingMemory, Segment, SegmentState
@@ -88,6 +90,11 @@ class Reader:
     def knows_any(self, keys: Collection[str]) -> bool:
         """Whether any of these is here or on its way, late ones included."""
         return not self._fetches.keys().isdisjoint(keys)
+
+    @property
+    def costs(self) -> CostModel:
+        """What reads have cost so far."""
+        return self._health.costs
 
     def join(self, fetch: Fetch, listener: FetchListener) -> None:
         """Want a fetch; `leave` must follow."""
@@ -214,6 +221,7 @@ class Reader:
                 priority=turn.tag,
                 kind=endpoint,
             )
+            native.label = call.label
             call.native = native
             try:
                 self.group.submit(native)
@@ -247,7 +255,13 @@ class Reader:
             answer = found.get(id(part.fetch.session), PageStatus.LOADED)  # none: freed meanwhile
             if answer is not PageStatus.LOADED:
                 self.fail([part], answer)
-        self._submit([part for part in held if part.state is PartState.QUEUED], turn, ranged=True)
+        # Calls of their own: the first layers of all objects do not wait for any byte of later ones.
+        queued = [
+            (part.layers.start, part) for part in held if part.state is PartState.QUEUED and part.layers is not None
+        ]
+        queued.sort(key=lambda each: each[0])
+        for _, same in groupby(queued, key=lambda each: each[0]):
+            self._submit([part for _, part in same], turn, ranged=True)
 
     def _prepare(self, call: ReadCall) -> bool:
         """On the loop, right before a thread gets the call: what nobody wants any more is not read."""
@@ -267,6 +281,7 @@ class Reader:
             part.fetch.segment.state = SegmentState.IN_FLIGHT
         if live:
             call.live, call.relied_on = live, set(live)
+            call.running = self.group.running + 1
             self._health.expect(call)
             self._seconds.watch(call)
         return bool(live)
@@ -279,7 +294,7 @@ class Reader:
         answers = native.value or [(PageStatus.MALFORMED, None)] * len(call.live)
         if native.error is not None and not isinstance(native.error, RefusedError):
             self._log.tell(_log.error, events.STORE_RAISED, error=repr(native.error))
-        self._health.record(call, [status for status, _ in answers])
+        self._health.record(call, [status for status, _ in answers], running=self.group.running + 1)
         again: list[Part] = []
         landed: dict[FetchListener, None] = {}
         for part, (status, descriptor) in zip(call.live, answers, strict=True):

@@ -175,6 +175,21 @@ async def test_failed_starts_cut_the_unit_and_end_the_others(status: PageStatus,
         assert set(ended.values()) <= {1}
 
 
+async def test_first_layers_wait_for_no_byte_of_later_ones() -> None:
+    """A call brings one part of its objects: layers 0, 1, 2-3, 4."""
+    pools = make_pools()
+    recording = RecordingStore(store())
+    async with opened(recording, pools, **RANGES, read_lanes=1) as loader:
+        await put(loader, pools, keys(4))
+        recording.clear()
+        assert_outcome((await load(loader, pools.unit("a", keys(4), range(4))))["a"], 4)
+        calls = [call.keys for call in recording.calls if call.method == "read_ranges"]
+        assert (
+            [len(set(object_keys)) for object_keys in calls] == [len(object_keys) for object_keys in calls] == [4] * 4
+        )
+        await settle(loader)
+
+
 async def test_no_memory_replica_gets_a_whole_read() -> None:
     """No session without a memory replica, but a whole read may bring it in."""
     pools = make_pools()
