@@ -311,10 +311,10 @@ class SessionTable:
         statuses = call.value or [PageStatus.MALFORMED] * len(start.sessions)
         self._health.record_master(statuses)
         for session, status in zip(start.sessions, statuses, strict=True):
-            if start.was_lost and start.is_new:
-                session.epoch = self._epoch  # asked after the outage began and answered: from the master that is back
             live = self._sessions.get(session.key)
             if live is session and session.state is SessionState.STARTING:
+                if start.was_lost and start.is_new:
+                    session.epoch = self._epoch  # asked since the outage began and answered: of the master that is back
                 start.answers[session.key] = self._started(session, status, new=start.is_new)
             elif status is PageStatus.LOADED:
                 self._came_late(session.key, live)
