@@ -77,7 +77,9 @@ def test_what_is_computed_from_blocks_that_failed_is_not_saved(one: Rig) -> None
     lost = {page for pages in hashes for page in pages[6:]}
     one.faults.inner.remove([key for key in one.faults.keys if page_of(key) in lost], force=True)
     one.faults.removed_once_admitted.update(pages[2] for pages in hashes)
+    orders = one.orders()
     assert_equal(cold, generate(one.llm, prompts))
+    assert [len(load.keys) for load in orders.loads] == [6] * len(prompts)
     assert HookedConnector.seen_bad_blocks
     one.heal()
     settle(one.llm)
