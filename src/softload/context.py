@@ -51,6 +51,9 @@ class PromisedKeys:
         while len(self._keys) > self._capacity:
             self._keys.popitem(last=False)
 
+    def __len__(self) -> int:
+        return len(self._keys)
+
     def __contains__(self, key: str) -> bool:
         return key in self._keys
 

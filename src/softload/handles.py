@@ -105,7 +105,7 @@ class _Handle:
             await self._decide(endpoints)
             self._admitted_at = anyio.current_time()
         except Exception:  # a bug: it costs these units, not the loader
-            _log.exception(events.TASK_RAISED, task="admission")
+            self._context.log.tell(_log.exception, events.TASK_RAISED, task="admission")
             for run in self._runs:
                 run.cancel()
         await self._give_back([permit for permit in endpoints.values() if isinstance(permit, Permit)])
@@ -144,7 +144,7 @@ class _Handle:
             if len(agreed) != len(values):
                 raise ValueError(f"expected {len(values)} answers of the ranks, got {len(agreed)}")
         except Exception as error:  # another rank's end, or a bug there: these units are misses
-            _log.error(events.CONSENSUS_FAILED, units=len(values), error=repr(error))
+            self._context.log.tell(_log.error, events.CONSENSUS_FAILED, units=len(values), error=repr(error))
             return [0] * len(values)
         return agreed
 

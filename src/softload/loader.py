@@ -31,6 +31,7 @@ from softload.native_calls import CallGroup, CallSpan, RefusedError
 from softload.outcomes import Lookup, SaveReport
 from softload.protocols import PageStore, RankConsensus, SoloConsensus
 from softload.reading import Reader
+from softload.request_log import RequestLog, tell
 from softload.saving import Saver
 from softload.sessions import SessionTable
 from softload.slots import SlotTable
@@ -295,7 +296,7 @@ class PageLoader(AsyncContextManagerMixin):
     def _assemble(self, tasks: anyio.abc.TaskGroup, connection: Connection, keys: KeySpace, arena: Arena) -> Context:
         config, calls = self.config, connection.calls
         health = Health(negative_entries=config.negative_entries, seed=config.seed)
-        counters = Counters()
+        counters, log = Counters(), RequestLog()
         sessions = SessionTable(calls, health, ttl=connection.lease_ttl, max_stuck=config.stuck_threads)
         health.on_master_back = sessions.void
 
@@ -313,7 +314,7 @@ class PageLoader(AsyncContextManagerMixin):
             retire=retire,
             arena=arena,
         )
-        reader = Reader(calls, landing, sessions, health, counters, config, spawn)
+        reader = Reader(calls, landing, sessions, health, counters, config, spawn, log)
         context = Context(
             config=config,
             pools=self.pools,
@@ -332,6 +333,7 @@ class PageLoader(AsyncContextManagerMixin):
             fences=CallGroup("fence", width=config.stuck_threads + 1, max_stuck=config.stuck_threads),
             writes=CallGroup("write", width=config.write_lanes, max_stuck=config.stuck_threads),
             spawn=spawn,
+            log=log,
         )
         for group in context.groups():
             group.on_span = self._on_call
@@ -374,7 +376,7 @@ class PageLoader(AsyncContextManagerMixin):
                     self._replacing = anyio.CancelScope()
                     context.spawn(partial(self._replace_quarantined, context, self._replacing))
             except Exception:  # a bug: it costs this round, not the loader
-                _log.exception(events.TASK_RAISED, task="housekeeping")
+                tell(_log.exception, events.TASK_RAISED, task="housekeeping")
 
     async def _replace_quarantined(self, context: Context, scope: anyio.CancelScope) -> None:
         landing, connection = context.landing, context.connection
@@ -387,7 +389,7 @@ class PageLoader(AsyncContextManagerMixin):
         except RefusedError:
             pass
         except Exception as error:
-            _log.warning(events.MEMORY_FAILED, nbytes=lacking, error=repr(error))
+            tell(_log.warning, events.MEMORY_FAILED, nbytes=lacking, error=repr(error))
         finally:
             self._replacing = None
 

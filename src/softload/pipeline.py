@@ -211,7 +211,7 @@ class UnitRun:
                 with anyio.CancelScope(shield=True):
                     await self._wind_up()
         except Exception:  # a bug: it costs this unit, not the loader
-            _log.exception(events.TASK_RAISED, task="unit", request_id=self.request_id)
+            self._context.log.tell(_log.exception, events.TASK_RAISED, task="unit", request_id=self.request_id)
             self._reason = PageStatus.CANCELLED
             if not self._copied:
                 self.wants.limit(0, PageStatus.CANCELLED)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Coroutine, Sequence
+from contextlib import suppress
 from itertools import groupby
 from typing import Any
 
@@ -22,6 +23,7 @@ from softload.planning import read_batches
 from softload.protocols import Clock, Descriptor
 from softload.read_execution import execute_read
 from softload.read_health import ReadHealth
+from softload.request_log import RequestLog
 from softload.second_reads import SecondReads
 from softload.sessions import Session, SessionTable
 from softload.store_calls import StoreCalls
@@ -42,6 +44,7 @@ class Reader:
         health: told what endpoints and keys turn out to be.
         counters: told what was read.
         spawn: starts a task of the loader's.
+        log: of single objects.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class Reader:
         counters: Counters,
         config: LoaderConfig,
         spawn: Callable[[Callable[[], Coroutine[Any, Any, None]]], None],
+        log: RequestLog,
         *,
         clock: Clock = time.monotonic,
     ) -> None:
@@ -62,6 +66,7 @@ class Reader:
         self._counters = counters
         self._config = config
         self._spawn = spawn
+        self._log = log
         self._clock = clock
         self._fetches: dict[str, Fetch] = {}
         self._kept: OrderedDict[str, Fetch] = OrderedDict()
@@ -180,10 +185,9 @@ class Reader:
 
     def expire(self) -> None:
         """Free kept bytes whose time is over."""
-        now = self._clock()
         while self._kept:
             fetch = next(iter(self._kept.values()))
-            if fetch.keep_until > now:
+            if fetch.keep_until > self._clock():
                 return
             self._kept.popitem(last=False)
             self._free(fetch)
@@ -285,12 +289,11 @@ class Reader:
     # -- back on the loop
 
     def _returned(self, call: ReadCall) -> None:
-        native = call.native
-        assert native is not None
+        assert (native := call.native) is not None
         self._seconds.returned(call)
         answers = native.value or [(PageStatus.MALFORMED, None)] * len(call.live)
         if native.error is not None and not isinstance(native.error, RefusedError):
-            _log.error(events.STORE_RAISED, error=repr(native.error))
+            self._log.tell(_log.error, events.STORE_RAISED, error=repr(native.error))
         self._health.record(call, [status for status, _ in answers], running=self.group.running + 1)
         again: list[Part] = []
         landed: dict[FetchListener, None] = {}
@@ -406,9 +409,7 @@ class Reader:
         if not fetch.tailed:
             return
         self._counters.removed_corrupt += 1
-        _log.warning(events.OBJECT_REMOVED, key=fetch.key)
+        self._log.tell(_log.warning, events.OBJECT_REMOVED, key=fetch.key)
         key = fetch.key
-        try:
+        with suppress(RefusedError):
             self._removals.submit(NativeCall(lambda: self._calls.remove([key], force=True), lambda _: None))
-        except RefusedError:
-            return

@@ -151,7 +151,7 @@ def test_hashes_that_differ_from_process_to_process_are_refused(
 def test_engines_in_which_the_forward_may_not_wait(
     running: SoftloadConnector, changes: dict[str, Any], told: str
 ) -> None:
-    layerwise = {"kv_transfer_config__kv_connector_extra_config": extra(mode="layerwise")}
+    layerwise: dict[str, Any] = {"kv_transfer_config__kv_connector_extra_config": extra(mode="layerwise")}
     with pytest.raises(ValueError, match=told):
         start(running, **layerwise, **changes)
     start(running, **layerwise)
