@@ -216,7 +216,7 @@ async def test_restarts_of_one_session_by_several_holders_fail_nobody() -> None:
         async def restart(who: str, *, after_another: bool = False) -> None:
             if after_another:
                 await session.changed.wait()
-            answers[who] = (await sessions.renew([session], force=True))[0]
+            answers[who] = (await sessions.renew([session], force_up_to=sessions.starts))[0]
 
         async with anyio.create_task_group() as tasks:
             store.hold("session_start")
