@@ -218,7 +218,7 @@ class SessionTable:
             self._restarted += len(again)
             await self._start_again(again)
         for session in sessions:
-            if session.state is SessionState.STARTING:
+            while session.state is SessionState.STARTING:  # again, maybe: others that share it may force that too
                 await session.changed.wait()
         return [
             PageStatus.REPLICA_CHANGED
