@@ -13,7 +13,8 @@ import pytest
 
 from softload import PageStatus
 from softload.health import Health
-from softload.sessions import Session, SessionState, SessionTable
+from softload.session_states import Session, SessionState
+from softload.sessions import SessionTable
 from softload.store_calls import StoreCalls
 from softload.stores import MemoryStore
 from softload.testing import HangingStore
