@@ -105,6 +105,8 @@ class HookedLinker(SoftloadLinker):
     """While it is not set the scheduler stands before its next step."""
     looked_up: ClassVar[dict[str, tuple[str, ...]]] = {}
     """The page hashes of each request."""
+    lookups: ClassVar[Counter[str]] = Counter()
+    """How often each request was looked up."""
     steps: ClassVar[int] = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -121,6 +123,7 @@ class HookedLinker(SoftloadLinker):
 
     def lookup(self, rid: str, transfers: list[Any]) -> list[int]:
         HookedLinker.looked_up[rid] = self._units.wanted(transfers).keys
+        HookedLinker.lookups[rid] += 1
         return super().lookup(rid, transfers)
 
 
