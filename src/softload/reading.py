@@ -25,7 +25,8 @@ from softload.read_execution import execute_read
 from softload.read_health import ReadHealth
 from softload.request_log import RequestLog
 from softload.second_reads import SecondReads
-from softload.sessions import Session, SessionTable
+from softload.session_states import Session
+from softload.sessions import SessionTable
 from softload.store_calls import StoreCalls
 from softload.telemetry import Counters
 
