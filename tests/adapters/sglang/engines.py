@@ -105,6 +105,8 @@ class HookedLinker(SoftloadLinker):
     made: ClassVar[tuple[tuple[Any, ...], dict[str, Any]]]
     looked_up: ClassVar[dict[str, tuple[str, ...]]] = {}
     """The page hashes of each request."""
+    lookups: ClassVar[Counter[str]] = Counter()
+    """How often each request was looked up."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         type(self).made = args, kwargs
@@ -115,6 +117,7 @@ class HookedLinker(SoftloadLinker):
 
     def lookup(self, rid: str, transfers: list[Any]) -> list[int]:
         HookedLinker.looked_up[rid] = self._units.wanted(transfers).keys
+        HookedLinker.lookups[rid] += 1
         return super().lookup(rid, transfers)
 
 

@@ -50,11 +50,14 @@ class LoadFailed(FINISH_ABORT):  # type: ignore[misc]
 
 
 def match(original: Original, wrapper: Any, key: Any, req: Any, result: Any) -> Any:
-    """A request that failed is a miss until the engine has computed it; what an earlier match found is void."""
+    """A request that failed is a miss until the engine has computed it; what an earlier match found is void.
+
+    A held request is matched in every step: its pages are named, and looked up, only if there may be another answer.
+    """
     linker = _linker_of_wrapper(wrapper)
     if linker is not None:
         wrapper.hit_markers.pop(req.rid, None)
-        if not linker.starts_match(req.rid):
+        if not linker.starts_match(req.rid, (result.device_prefix_len, len(key) // wrapper.cache.page_size)):
             return result
     return original(wrapper, key, req, result)
 
