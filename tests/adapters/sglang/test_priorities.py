@@ -10,13 +10,14 @@ import pytest
 from softload.protocols import PageStore
 from softload.testing import HangingStore
 
-from .engines import Engine, HookedLinker, engine, prompts, tiny_llama
+from .engines import Engine, engine, prompts, tiny_llama
+from .hooked_linker import HookedLinker
 
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    settings = {"enable_priority_scheduling": True, "max_running_requests": 1}
-    with engine(tiny_llama(tmp_path_factory.mktemp("model"), layers=4), **settings) as one:
+    model = tiny_llama(tmp_path_factory.mktemp("model"), layers=4)
+    with engine(model, enable_priority_scheduling=True, max_running_requests=1) as one:
         yield one
 
 
