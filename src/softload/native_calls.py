@@ -3,21 +3,19 @@
 A native call cannot be interrupted, so a caller that gives up leaves it running. Such a call is *stuck*: its thread no
 longer counts as one of the group's lanes and another takes its place, up to a bound; past the bound new calls are
 refused at once. A call that only takes long lends its lane, within the same bound, to calls of other kinds: what holds
-up one endpoint holds up no other, and no more of it is started. Threads are daemons: a stuck one never keeps the
-process from ending. All bookkeeping happens on the event loop; threads only run calls.
+up one endpoint holds up no other, and no more of it is started than there are lanes. Threads are daemons: a stuck one
+never keeps the process from ending. All bookkeeping happens on the event loop; threads only run calls.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
-import heapq
 import importlib
 import importlib.util
 import itertools
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -27,6 +25,7 @@ import anyio
 import structlog
 
 from softload import events
+from softload.call_queue import CallQueue
 
 current_async_library_cvar: contextvars.ContextVar[str | None] | None = None
 if importlib.util.find_spec("sniffio") is not None:
@@ -202,9 +201,10 @@ class CallGroup:
         width: calls that run at a time, stuck ones not counted; and calls of one kind, whatever lanes are lent.
         max_stuck: stuck calls that are replaced, and with them lanes that are lent; with more stuck calls, submitting
             is refused.
+        at_a_time: calls of one kind that run at a time, late ones not counted; as many as there are lanes by default.
     """
 
-    def __init__(self, name: str, *, width: int, max_stuck: int) -> None:
+    def __init__(self, name: str, *, width: int, max_stuck: int, at_a_time: int | None = None) -> None:
         self.name = name
         self.width = width
         self.max_stuck = max_stuck
@@ -212,12 +212,10 @@ class CallGroup:
         """Told of every call that has returned, on the loop; for traces."""
         self._lanes: set[int] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._heap: list[tuple[float, int, NativeCall[Any]]] = []
-        self._order = itertools.count()
+        self._queue: CallQueue[NativeCall[Any]] = CallQueue(width=width, at_a_time=at_a_time or width)
         self._idle: list[SimpleQueue[NativeCall[Any] | None]] = []
         self._threads = 0
         self._running = 0
-        self._of_kind: Counter[str] = Counter()
         self._stuck: set[NativeCall[Any]] = set()
         self._lent: set[NativeCall[Any]] = set()
         self._alarm: asyncio.TimerHandle | None = None
@@ -226,7 +224,7 @@ class CallGroup:
         self._closed = False
 
     def __repr__(self) -> str:
-        return f"<CallGroup {self.name}: {self._running} running, {len(self._stuck)} stuck, {len(self._heap)} queued>"
+        return f"<CallGroup {self.name}: {self._running} running, {len(self._stuck)} stuck, {len(self._queue)} queued>"
 
     @property
     def saturated(self) -> bool:
@@ -244,7 +242,7 @@ class CallGroup:
             raise RefusedError(self.name)
         self._loop = asyncio.get_running_loop()
         call.group = self
-        heapq.heappush(self._heap, (call.priority, next(self._order), call))
+        self._queue.push(call)
         self._dispatch()
 
     async def run(self, function: Callable[[], T], *, priority: float = 0.0) -> T:
@@ -276,8 +274,9 @@ class CallGroup:
             self._alarm = self._loop.call_later(_STUCK_SECONDS, self._warn, context=callback_context())
 
     def lend_lane(self, call: NativeCall[Any]) -> None:
-        """A running call takes long: one of another kind may take its lane."""
+        """A running call takes long: another may take its lane, one of its own kind only within the group's width."""
         self._lent.add(call)
+        self._queue.is_late(call)
         assert self._loop is not None
         self._loop.call_soon(self._dispatch, context=callback_context())
 
@@ -286,8 +285,7 @@ class CallGroup:
         self._closed = True
         if self._alarm is not None:
             self._alarm.cancel()
-        queued, self._heap = self._heap, []
-        for _, _, call in queued:
+        for call in self._queue.drain():
             if not call.abandoned:
                 call.error = RefusedError(self.name)
                 call.complete()
@@ -298,30 +296,25 @@ class CallGroup:
     def statistics(self) -> CallGroupStatistics:
         """What runs now."""
         return CallGroupStatistics(
-            self._threads, self._running, len(self._stuck), len(self._heap), self._calls, self._refused
+            self._threads, self._running, len(self._stuck), len(self._queue), self._calls, self._refused
         )
 
     def _dispatch(self) -> None:
-        aside: list[tuple[float, int, NativeCall[Any]]] = []
-        while self._heap and self._running - len(self._stuck) - self._lanes_lent < self.width:
-            entry = heapq.heappop(self._heap)
-            call = entry[2]
-            if self._of_kind[call.kind] >= self.width:  # all of them late: no more of these
-                aside.append(entry)
-                continue
+        while self._running - len(self._stuck) - self._lanes_lent < self.width:
+            call = self._queue.pop()
+            if call is None:
+                return
             if not call.prepare():
                 continue
             inbox = self._idle.pop() if self._idle else self._start_thread()
             self._running += 1
-            self._of_kind[call.kind] += 1
+            self._queue.started(call)
             self._calls += 1
             if self.on_span is not None:
                 call.lane = next(lane for lane in itertools.count() if lane not in self._lanes)
                 self._lanes.add(call.lane)
             call.started_at = time.monotonic()
             inbox.put(call)
-        for entry in aside:
-            heapq.heappush(self._heap, entry)
 
     @property
     def _lanes_lent(self) -> int:
@@ -329,9 +322,7 @@ class CallGroup:
 
     def _leave_lane(self, call: NativeCall[Any]) -> None:
         self._lent.discard(call)
-        self._of_kind[call.kind] -= 1
-        if not self._of_kind[call.kind]:
-            del self._of_kind[call.kind]
+        self._queue.left(call)
 
     def _warn(self) -> None:
         """Say that calls do not come back; most that are abandoned do, a moment later."""

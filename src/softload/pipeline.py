@@ -16,12 +16,13 @@ import structlog
 
 from softload import events
 from softload.accounting import count_misses, count_unit
-from softload.admission import Answers, Endpoints, revalidate
+from softload.admission import Answers, Endpoints, first_columns, readable, revalidate
 from softload.context import Context
 from softload.fetches import Fetch, Turn
 from softload.geometry.layout import layer_groups
 from softload.landing import Share
 from softload.outcomes import LateFailure, PageStatus, UnitOutcome
+from softload.planning import Column
 from softload.slots import SlotClaim
 from softload.transfer import TransferUnit
 from softload.unit_copies import UnitCopies
@@ -184,6 +185,26 @@ class UnitRun:
         config = self._context.config
         self.wants.apply_draft_policy(config.draft_policy, config.truncate_pages)
         self.decided.set()
+
+    def first_columns(self) -> list[Column]:
+        """What may be read ahead of the admission."""
+        return first_columns(self._context, self.wants) if self._mode is Mode.STREAM else []
+
+    def read_ahead(self, answers: Answers, endpoints: Endpoints) -> None:
+        """The first layers' objects are there: read them while the master is asked for the rest.
+
+        Landing memory is all that this writes into. Slots are written once the unit is admitted, as ever.
+
+        Args:
+            answers: per object key of `first_columns`.
+            endpoints: what was decided about endpoints so far in this admission; added to.
+        """
+        if self.decided.is_set() or self.is_cancelled or not self.pages:
+            return
+        columns = self.first_columns()
+        found = readable(self._context, columns, answers, endpoints)
+        if found is not None:
+            self._fetches.read_ahead(columns, found, self._turn)
 
     def take_over(self, source: UnitRun) -> None:
         """PLACE: hold what a prefetch landed.

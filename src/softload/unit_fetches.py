@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
-from itertools import chain, groupby
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, groupby, islice
 from typing import Protocol
 
 from softload.config import Layout, ReadMode
@@ -21,6 +21,10 @@ __all__ = ["UnitFetches"]
 
 _PAGES_PER_TURN = 256
 """Pages that are planned in one turn of the event loop: about a millisecond."""
+
+
+_CHUNKS_AHEAD = 2
+"""As many of these are planned before the unit is admitted."""
 
 
 class UnitListener(FetchListener, Protocol):
@@ -52,6 +56,8 @@ class UnitFetches:
         self._unplanned: deque[tuple[Column, int]] = deque()
         self._unqueued: list[Part] = []
         self._turn = Turn()
+        self._ahead: tuple[tuple[Column, int], ...] = ()
+        """Planned before the unit was admitted."""
         self._is_marked = False
         """Whether what was found while joining costs pages, or their draft."""
         self.descriptors: dict[str, Descriptor | None] = {}
@@ -90,11 +96,41 @@ class UnitFetches:
                     return False
         return True
 
+    def read_ahead(self, columns: Sequence[Column], found: Mapping[str, Descriptor | None], turn: Turn) -> None:
+        """Before the unit is admitted: start the reads of whole columns, if there is memory for all of the unit.
+
+        Only where nothing of it is here or on its way, so that there is nothing to join.
+        """
+        landing, wanted = self._context.landing, self._sizes()
+        sizes = _runs(wanted)
+        if self._context.reader.knows_any(wanted) or landing.sheds or landing.cost(sizes) > landing.limit(self._share):
+            return
+        segments = landing.try_grant(sizes, self._share)
+        if segments is None:
+            return
+        self._context.planning.add(self)
+        self._spare = dict(zip(wanted, segments, strict=True))
+        self.descriptors.update(found)
+        self._turn = turn
+        self._ahead = tuple(islice(_chunks(columns), _CHUNKS_AHEAD))
+        for column, first in self._ahead:
+            self._unqueued += self._assign(column, first)
+        self._queue()
+
     async def begin(self) -> None:
         """Join what is on its way, and be granted landing memory for the rest, whole and in turn; `plan` comes next."""
-        landing = self._context.landing
         self._context.planning.add(self)
         await self._context.pacer.turn()
+        if self._ahead:
+            self.prune()
+            self._join(self._spare)
+        else:
+            await self._be_granted()
+        self._conclude()
+        self._unplanned.extend(chunk for chunk in _chunks(self._pages.all_columns()) if chunk not in self._ahead)
+
+    async def _be_granted(self) -> None:
+        landing = self._context.landing
         wanted = self._sizes()
         while landing.cost(_runs(wanted)) > landing.limit(self._share):
             pages = self._pages.pages
@@ -116,13 +152,7 @@ class UnitFetches:
             new = wanted
             segments = await landing.grant(_runs(new), self._share) or []
             self._join(wanted)
-        self._conclude()
         self._spare = dict(zip(new, segments, strict=True))
-        self._unplanned.extend(
-            (column, first)
-            for column in self._pages.all_columns()
-            for first in range(0, len(column.keys), _PAGES_PER_TURN)
-        )
 
     async def plan(self, turn: Turn) -> bool:
         """Join or start the next few fetches, in the order in which they are wanted. False where none are left.
@@ -361,6 +391,13 @@ class UnitFetches:
             if pairs:
                 found.append((layers, pairs))
         return found
+
+
+def _chunks(columns: Iterable[Column]) -> Iterator[tuple[Column, int]]:
+    """What is planned in one turn each: a column, and the first of its pages."""
+    for column in columns:
+        for first in range(0, len(column.keys), _PAGES_PER_TURN):
+            yield column, first
 
 
 def _part_of(pages: range, first: int) -> range:

@@ -420,7 +420,7 @@ async def test_without_memory_for_it_there_is_no_second_read() -> None:
 
 async def test_a_suspect_endpoint_gets_no_second_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetches, "_JOIN_SECONDS", 0.3)
-    async with joined() as it:
+    async with joined(endpoint_lanes=2) as it:  # so that others fail before the first read is late
         it.lying.lie("read", is_of("bad0", "bad1", "bad2"), PageStatus.TRANSFER_FAILED)
         for request in range(3):
             outcomes = await load(it.loader, it.pools.unit(f"bad{request}", [f"bad{request}"], [9]))
