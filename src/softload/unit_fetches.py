@@ -7,14 +7,15 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, groupby, islice
 from typing import Protocol
 
-from softload.config import Layout, ReadMode
+from softload.config import Layout
 from softload.context import Context
 from softload.fetches import Fetch, FetchListener, Part, Turn
-from softload.geometry.layout import layer_groups, ranges_of
+from softload.geometry.layout import ranges_of
 from softload.landing import Segment, Share
 from softload.outcomes import PageStatus
 from softload.planning import Column
 from softload.protocols import Descriptor
+from softload.read_choice import parts_to_read
 from softload.unit_pages import UnitPages, Wanted
 
 __all__ = ["UnitFetches"]
@@ -42,13 +43,17 @@ class UnitFetches:
         pages: what the unit wants; told what cannot be had.
         listener: told when a fetch changes.
         share: whose landing memory it uses.
+        layer_seconds: what the forward takes for a layer, as far as the engine says.
     """
 
-    def __init__(self, context: Context, pages: UnitPages, listener: UnitListener, share: Share) -> None:
+    def __init__(
+        self, context: Context, pages: UnitPages, listener: UnitListener, share: Share, layer_seconds: float = 0.0
+    ) -> None:
         self._context = context
         self._pages = pages
         self._listener = listener
         self._share = share
+        self._layer_seconds = layer_seconds
         self._held: dict[Column, list[Fetch | None]] = {}
         self._wants: dict[Fetch, list[Wanted]] = {}
         self._replaced: list[Fetch] = []
@@ -58,6 +63,8 @@ class UnitFetches:
         self._turn = Turn()
         self._ahead: tuple[tuple[Column, int], ...] = ()
         """Planned before the unit was admitted."""
+        self._parts: tuple[range, ...] = ()
+        """The layers of each part that objects are read in; none where they are read whole."""
         self._is_marked = False
         """Whether what was found while joining costs pages, or their draft."""
         self.descriptors: dict[str, Descriptor | None] = {}
@@ -83,7 +90,7 @@ class UnitFetches:
 
         The unit itself asks, between its copies: so it does not copy any more from what was replaced meanwhile.
         """
-        self._leave_replaced()
+        self.leave_replaced()
         for column in columns:
             pages = self._pages.pages_of(column)
             held = self._held.get(column)
@@ -127,6 +134,8 @@ class UnitFetches:
         else:
             await self._be_granted()
         self._conclude()
+        waits = None if self._share is Share.PREFETCH else self._layer_seconds
+        self._parts = parts_to_read(self._context, self._pages, self.descriptors, self._spare, waits)
         self._unplanned.extend(chunk for chunk in _chunks(self._pages.all_columns()) if chunk not in self._ahead)
 
     async def _be_granted(self) -> None:
@@ -168,7 +177,7 @@ class UnitFetches:
         self._unqueued += self._assign(*self._unplanned.popleft())
         if not self._unplanned:
             self._finish_planning()
-        elif not self._is_ranged:  # ranges wait for the rest: first layers of all objects before the last of any
+        elif not self._parts:  # ranges wait for the rest: first layers of all objects before the last of any
             self._queue()
         self._conclude()
         return True
@@ -203,6 +212,11 @@ class UnitFetches:
             self._hold(wanted, new)
             self._replaced.append(old)
 
+    def leave_replaced(self) -> None:
+        """Nothing is copied from what was replaced any more."""
+        while self._replaced:
+            self._context.reader.leave(self._replaced.pop(), self._listener)
+
     def prune(self, *, timed_out: bool = False) -> None:
         """Let go of what the unit's good pages do not need any more."""
         for column, held in self._held.items():
@@ -232,7 +246,7 @@ class UnitFetches:
         self._queue()
         for column in list(self._held):
             self._let_go_column(column, keep=keep)
-        self._leave_replaced()
+        self.leave_replaced()
         self._release_spare()
 
     def _sizes(self) -> dict[str, int]:
@@ -259,7 +273,7 @@ class UnitFetches:
     def _assign(self, column: Column, first: int) -> list[Part]:
         tailed = self._context.config.layout is Layout.GROUPED
         reader, listener, spare, descriptors = self._context.reader, self._listener, self._spare, self.descriptors
-        is_ranged, otherwise = self._is_ranged, column.spec.size
+        is_ranged, otherwise = bool(self._parts), column.spec.size
         held = self._of_column(column)
         parts: list[Part] = []
         for page in _part_of(self._pages.pages_of(column), first):
@@ -302,10 +316,6 @@ class UnitFetches:
         self._context.counters.shared_objects += 1
         self._hold(wanted, fetch)
         return True
-
-    def _leave_replaced(self) -> None:
-        while self._replaced:
-            self._context.reader.leave(self._replaced.pop(), self._listener)
 
     def _release_spare(self) -> None:
         """Give back what was granted for objects that somebody else brought, or that nobody needs any more."""
@@ -373,20 +383,16 @@ class UnitFetches:
         descriptor = self.descriptors.get(wanted.key)
         return descriptor.size if descriptor is not None else wanted.column.spec.size
 
-    @property
-    def _is_ranged(self) -> bool:
-        config = self._context.config
-        return config.layout is Layout.PAGE and config.read_mode is ReadMode.RANGES
-
     def _ranges(self, wanted: Wanted, size: int) -> list[tuple[range, list[tuple[int, int]]]]:
+        spec = wanted.column.spec
+        parts = self._parts
+        if spec.layers[-1] >= parts[-1].stop:  # a draft of its own may have more layers than the target
+            parts = (*parts, range(parts[-1].stop, spec.layers[-1] + 1))
         found = []
-        # A draft of its own may have more layers than the target.
-        for layers in layer_groups(max(self._context.pools.num_layers, wanted.column.spec.layers[-1] + 1)):
+        for layers in parts:
             # A range past the end of an object without the packed draft would fail the whole key.
             pairs = [
-                (offset, min(nbytes, size - offset))
-                for offset, nbytes in ranges_of(wanted.column.spec, layers)
-                if offset < size
+                (offset, min(nbytes, size - offset)) for offset, nbytes in ranges_of(spec, layers) if offset < size
             ]
             if pairs:
                 found.append((layers, pairs))
