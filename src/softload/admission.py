@@ -11,11 +11,11 @@ import anyio
 import structlog
 
 from softload import events
+from softload.callbacks import tell_loop
 from softload.config import Layout
 from softload.context import Context
 from softload.geometry.group import ResolvedComponent
 from softload.health import Permit
-from softload.native_calls import callback_context
 from softload.outcomes import Lookup, PageStatus
 from softload.planning import Column, ComponentPages, boundaries, cut, unit_parts
 from softload.protocols import Descriptor
@@ -123,7 +123,7 @@ async def _ask_in_two(
     def ask() -> list[Descriptor | PageStatus]:
         found = context.calls.descriptors(keys[:count])
         told = dict(zip(keys, found, strict=False))
-        loop.call_soon_threadsafe(on_first, told, context=callback_context())
+        tell_loop(loop, on_first, told)
         return found + context.calls.descriptors(keys[count:])
 
     return await context.ask_master(ask, len(keys), until)

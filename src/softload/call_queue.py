@@ -28,20 +28,20 @@ C = TypeVar("C", bound=Waiting)
 class _Kind(Generic[C]):
     """One kind's calls: those that wait, and what runs."""
 
-    __slots__ = ("heap", "late", "running")
+    __slots__ = ("aside", "heap", "running")
 
     def __init__(self) -> None:
         self.heap: list[tuple[float, int, C]] = []
         self.running = 0
-        self.late: set[C] = set()
+        self.aside: set[C] = set()
 
 
 class CallQueue(Generic[C]):
     """Calls that wait, and how much of each kind runs.
 
     Args:
-        width: calls of one kind that run at a time, late ones included.
-        at_a_time: calls of one kind that run at a time, late ones not counted.
+        width: calls of one kind that run at a time.
+        at_a_time: calls of one kind that run at a time, those that stepped aside not counted.
     """
 
     def __init__(self, *, width: int, at_a_time: int) -> None:
@@ -79,15 +79,15 @@ class CallQueue(Generic[C]):
         """A call runs."""
         self._kinds.setdefault(call.kind, _Kind()).running += 1
 
-    def is_late(self, call: C) -> None:
-        """A running call takes long: it keeps others of its kind waiting no more."""
-        self._kinds[call.kind].late.add(call)
+    def step_aside(self, call: C) -> None:
+        """A running call takes long, or does nothing any more that its kind shares: it keeps no other waiting."""
+        self._kinds[call.kind].aside.add(call)
 
     def left(self, call: C) -> None:
         """A running call is back, or nobody waits for it any more."""
         kind = self._kinds[call.kind]
         kind.running -= 1
-        kind.late.discard(call)
+        kind.aside.discard(call)
         self._forget(call.kind)
 
     def drain(self) -> Iterator[C]:
@@ -102,7 +102,7 @@ class CallQueue(Generic[C]):
             yield call
 
     def _has_room(self, kind: _Kind[C]) -> bool:
-        return kind.running < self._width and kind.running - len(kind.late) < self._at_a_time
+        return kind.running < self._width and kind.running - len(kind.aside) < self._at_a_time
 
     def _forget(self, name: str) -> None:
         """Endpoints come and go for as long as the loader lives."""

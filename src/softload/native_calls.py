@@ -10,9 +10,6 @@ never keeps the process from ending. All bookkeeping happens on the event loop; 
 from __future__ import annotations
 
 import asyncio
-import contextvars
-import importlib
-import importlib.util
 import itertools
 import threading
 import time
@@ -26,13 +23,10 @@ import structlog
 
 from softload import events
 from softload.call_queue import CallQueue
+from softload.callbacks import callback_context, tell_loop
 from softload.request_log import tell
 
-current_async_library_cvar: contextvars.ContextVar[str | None] | None = None
-if importlib.util.find_spec("sniffio") is not None:
-    current_async_library_cvar = importlib.import_module("sniffio").current_async_library_cvar
-
-__all__ = ["CallGroup", "CallGroupStatistics", "CallSpan", "NativeCall", "RefusedError", "callback_context"]
+__all__ = ["CallGroup", "CallGroupStatistics", "CallSpan", "NativeCall", "RefusedError"]
 
 T = TypeVar("T")
 
@@ -43,18 +37,6 @@ _STUCK_SECONDS = 1.0
 
 _STUCK_AGAIN_SECONDS = 30.0
 """Between two warnings of one group."""
-
-
-def callback_context() -> contextvars.Context:
-    """For callbacks of the event loop that use anyio, which run outside of any task.
-
-    anyio asks sniffio, where that is installed (engines bring it along), which library runs; and sniffio knows tasks
-    only, and this variable.
-    """
-    context = contextvars.Context()
-    if current_async_library_cvar is not None:
-        context.run(current_async_library_cvar.set, "asyncio")
-    return context
 
 
 class RefusedError(Exception):
@@ -176,6 +158,15 @@ class NativeCall(Generic[T]):
             if self.group is not None and self.started_at is not None and not self.finished:
                 self.group.count_stuck(self)
 
+    def step_aside(self) -> None:
+        """Run on its thread: it needs what its kind shares no more, and still has its lane for a while."""
+        if self.group is not None and self.group._loop is not None:
+            tell_loop(self.group._loop, self._step_aside)
+
+    def _step_aside(self) -> None:
+        if self.group is not None and not self.finished and not self.abandoned:
+            self.group.step_aside(self)
+
     def lend_lane(self) -> None:
         """It takes long, and is waited for: calls of other kinds may run in its lane until it returns."""
         if self.group is not None and self.started_at is not None and not self.finished and not self.abandoned:
@@ -282,9 +273,14 @@ class CallGroup:
     def lend_lane(self, call: NativeCall[Any]) -> None:
         """A running call takes long: another may take its lane, one of its own kind only within the group's width."""
         self._lent.add(call)
-        self._queue.is_late(call)
+        self._queue.step_aside(call)
         assert self._loop is not None
         self._loop.call_soon(self._dispatch, context=callback_context())
+
+    def step_aside(self, call: NativeCall[Any]) -> None:
+        """A running call keeps others of its kind waiting no more."""
+        self._queue.step_aside(call)
+        self._dispatch()
 
     def close(self) -> None:
         """Refuse new calls and queued ones, and end idle threads; running calls end theirs when they return."""
@@ -396,8 +392,6 @@ def _serve(
 ) -> None:
     while (call := inbox.get()) is not None:
         call.execute()
-        try:
-            loop.call_soon_threadsafe(returned, inbox, call, context=callback_context())
-        except RuntimeError:  # the loop has ended: nobody waits, and what the call held goes with it
-            return
+        if not tell_loop(loop, returned, inbox, call):
+            return  # nobody waits, and what the call held goes with it
         del call  # an idle thread must not keep the memory of its last call alive

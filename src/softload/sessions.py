@@ -21,8 +21,9 @@ from enum import StrEnum
 
 import anyio
 
+from softload.callbacks import callback_context
 from softload.health import Health
-from softload.native_calls import CallGroup, NativeCall, RefusedError, callback_context
+from softload.native_calls import CallGroup, NativeCall, RefusedError
 from softload.outcomes import PageStatus
 from softload.protocols import Clock
 from softload.store_calls import StoreCalls

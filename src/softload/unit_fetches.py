@@ -28,6 +28,11 @@ _CHUNKS_AHEAD = 2
 """As many of these are planned before the unit is admitted."""
 
 
+_WORTH_PAGES = 64
+_WORTH_BYTES = 1 << 20
+"""Less of a column is planned, and read, together with the next: a call of its own takes longer than its bytes."""
+
+
 class UnitListener(FetchListener, Protocol):
     """The unit."""
 
@@ -115,7 +120,7 @@ class UnitFetches:
         segments = landing.try_grant(sizes, self._share)
         if segments is None:
             return
-        self._context.planning.add(self)
+        self._context.planned.add(self, self._pages.page_keys())
         self._spare = dict(zip(wanted, segments, strict=True))
         self.descriptors.update(found)
         self._turn = turn
@@ -126,7 +131,7 @@ class UnitFetches:
 
     async def begin(self) -> None:
         """Join what is on its way, and be granted landing memory for the rest, whole and in turn; `plan` comes next."""
-        self._context.planning.add(self)
+        self._context.planned.add(self, self._pages.page_keys())
         await self._context.pacer.turn()
         if self._ahead:
             self.prune()
@@ -157,7 +162,7 @@ class UnitFetches:
         if segments is None:
             # Who waits holds nothing, and what is here now need not be here when there is room: so room for all of it.
             self.let_go_all(keep=True)
-            self._context.planning.add(self)
+            self._context.planned.add(self, self._pages.page_keys())
             new = wanted
             segments = await landing.grant(_runs(new), self._share) or []
             self._join(wanted)
@@ -174,7 +179,13 @@ class UnitFetches:
         if not self._unplanned:  # all was let go meanwhile
             return False
         self._turn = turn
-        self._unqueued += self._assign(*self._unplanned.popleft())
+        pages = nbytes = 0
+        while self._unplanned and pages < _WORTH_PAGES and nbytes < _WORTH_BYTES:
+            column, first = self._unplanned.popleft()
+            self._unqueued += self._assign(column, first)
+            planned = len(_part_of(self._pages.pages_of(column), first))
+            pages += planned
+            nbytes += planned * column.spec.size
         if not self._unplanned:
             self._finish_planning()
         elif not self._parts:  # ranges wait for the rest: first layers of all objects before the last of any
@@ -228,9 +239,9 @@ class UnitFetches:
     def let_go(self, columns: Iterable[Column], *, keep: bool) -> None:
         """Let go of whole columns, which are copied."""
         # An object that several units want at a time is read once, however far ahead of the others one of them is.
-        keep = keep or not self._context.planning <= {self}
+        planned = self._context.planned
         for column in columns:
-            self._let_go_column(column, keep=keep)
+            self._let_go_column(column, keep=keep or planned.other_wants(self, self._pages.keys_of(column)))
             # All of it may have been here when the unit began: nobody brings it again.
             if any(each is column for each, _ in self._unplanned):
                 self._unplanned = deque((each, first) for each, first in self._unplanned if each is not column)
@@ -240,7 +251,7 @@ class UnitFetches:
     def let_go_all(self, *, keep: bool) -> None:
         """Let go of everything; landed bytes may serve later units with `keep`."""
         self._unplanned.clear()
-        self._context.planning.discard(self)
+        self._context.planned.discard(self)
         # This unit ends here; whoever has joined what it was about to read has not.
         self._unqueued = [part for part in self._unqueued if part.fetch.joiners]
         self._queue()
@@ -299,7 +310,7 @@ class UnitFetches:
         return parts
 
     def _finish_planning(self) -> None:
-        self._context.planning.discard(self)
+        self._context.planned.discard(self)
         self._unqueued.sort(key=lambda part: 0 if part.layers is None else part.layers.start)
         self._queue()
         self._release_spare()

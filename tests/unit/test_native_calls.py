@@ -222,6 +222,30 @@ async def test_one_call_of_a_kind_at_a_time_and_a_late_one_makes_way() -> None:
     group.close()
 
 
+@asynchronous
+async def test_a_call_that_steps_aside_keeps_its_lane_and_lets_the_next_of_its_kind_go() -> None:
+    group = CallGroup("aside", width=2, max_stuck=0, at_a_time=1)
+    with held(3) as functions:
+        calls = [NativeCall(function, lambda _: None, kind="here") for function in functions]
+        for call in calls:
+            group.submit(call)
+        assert await asyncio.to_thread(functions[0].entered.wait, 10)
+        assert calls[1].started_at is None
+        await asyncio.to_thread(calls[0].step_aside)
+        assert await asyncio.to_thread(functions[1].entered.wait, 10)
+        await asyncio.to_thread(calls[1].step_aside)
+        await asyncio.to_thread(calls[1].step_aside)  # once is enough
+        await anyio.sleep(0.01)
+        assert calls[2].started_at is None, "both lanes are taken"
+        functions[0].let_go()
+        assert await asyncio.to_thread(functions[2].entered.wait, 10)
+    await _all_returned(group)
+    calls[2].step_aside()  # it has returned: nothing to step aside from
+    await asyncio.sleep(0)
+    assert group.statistics().running == group.statistics().queued == 0
+    group.close()
+
+
 async def _returned(call: NativeCall[str]) -> None:
     with anyio.fail_after(10):
         while not call.finished:  # noqa: ASYNC110
