@@ -11,7 +11,7 @@ from softload.landing import Segment
 from softload.native_calls import NativeCall
 from softload.outcomes import PageStatus
 from softload.protocols import Descriptor
-from softload.sessions import Session
+from softload.session_states import Session
 
 __all__ = ["RETRY", "SECOND_READ", "Fetch", "FetchListener", "Part", "PartState", "ReadCall", "Turn"]
 
@@ -181,6 +181,7 @@ class ReadCall:
         "ranged",
         "relied_on",
         "running",
+        "session_starts",
         "timed_out",
         "turn",
     )
@@ -196,6 +197,8 @@ class ReadCall:
         self.expected = 0.0
         self.running = 1
         """Reads under way when it started, this one among them."""
+        self.session_starts = 0
+        """Sessions started by then: which of them it relied on."""
         self.alarm: asyncio.TimerHandle | None = None
         self.overdue = False
         """Whether it takes much longer than such a call should. Set by the alarm, so that all agree on it."""

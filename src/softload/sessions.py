@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 import anyio
 
@@ -26,9 +25,10 @@ from softload.health import Health
 from softload.native_calls import CallGroup, NativeCall, RefusedError
 from softload.outcomes import PageStatus
 from softload.protocols import Clock
+from softload.session_states import Session, SessionState, SessionStatistics
 from softload.store_calls import StoreCalls
 
-__all__ = ["Session", "SessionState", "SessionStatistics", "SessionTable"]
+__all__ = ["SessionTable"]
 
 _MAX_STARTS = 2
 _SLOW_START = 0.1
@@ -37,37 +37,6 @@ _LATE_START = 0.25
 
 _MAX_IN_VAIN = 2
 """Renewals without a read between them: where reads queue for longer than a lease lasts, no renewal helps."""
-
-
-class SessionState(StrEnum):
-    """Where a session is in its life."""
-
-    STARTING = "starting"
-    OPEN = "open"
-    ENDING = "ending"
-    GONE = "gone"
-
-
-@dataclass(slots=True, eq=False)
-class Session:
-    """One key's session in the store, shared by its holders."""
-
-    key: str
-    holders: int
-    epoch: int
-    state: SessionState = SessionState.STARTING
-    started_at: float = 0.0
-    in_vain: int = 0
-    """Reads that were put off for a renewal since the last one that went out."""
-    ends_again: bool = False
-    """ENDING: a late start may have come after the end."""
-    changed: anyio.Event = field(default_factory=anyio.Event)
-
-    def become(self, state: SessionState) -> None:
-        """Change state and wake who waits for it."""
-        self.state = state
-        self.changed.set()
-        self.changed = anyio.Event()
 
 
 @dataclass(slots=True, eq=False)
@@ -81,16 +50,6 @@ class _Start:
     calls: list[NativeCall[list[PageStatus]]] = field(default_factory=list)
     """Those that are out."""
     done: anyio.Event = field(default_factory=anyio.Event)
-
-
-@dataclass(frozen=True, slots=True)
-class SessionStatistics:
-    """Sessions open now (starting and ending ones too), and all that were opened, started again, and ended."""
-
-    open: int
-    opened: int
-    restarted: int
-    ended: int
 
 
 class SessionTable:
@@ -119,6 +78,8 @@ class SessionTable:
         self._epoch = 0
         self._out: set[NativeCall[list[PageStatus]]] = set()
         self._opened = self._restarted = self._ended = 0
+        self.starts = 0
+        """Sessions started so far, again included."""
 
     def __repr__(self) -> str:
         return f"<SessionTable {len(self._sessions)} sessions>"
@@ -180,7 +141,11 @@ class SessionTable:
         A read is put off a few times at most, then it goes out: the store says if the lease still holds.
         """
         stale = any(
-            session.state is SessionState.OPEN and session.epoch == self._epoch and self._runs_out(session)
+            session.epoch == self._epoch
+            and (
+                session.state is SessionState.STARTING  # again, for another read
+                or (session.state is SessionState.OPEN and self._runs_out(session))
+            )
             for session in sessions
         )
         wait = stale and not self.master_suspect and all(session.in_vain < _MAX_IN_VAIN for session in sessions)
@@ -188,8 +153,13 @@ class SessionTable:
             session.in_vain = session.in_vain + 1 if wait else 0
         return wait
 
-    async def renew(self, sessions: Sequence[Session], *, force: bool = False) -> list[PageStatus]:
-        """Make held sessions fit for a read: start again those whose lease runs out soon, or all of them with `force`.
+    async def renew(self, sessions: Sequence[Session], *, force_up_to: int = 0) -> list[PageStatus]:
+        """Make held sessions fit for a read: start again those whose lease runs out soon.
+
+        Args:
+            sessions: held ones.
+            force_up_to: those started as this number or before are started again in any case: `starts`, when a read
+                went out that they were not fit for. Later ones are not: other reads of theirs may be out.
 
         Returns:
             per session `LOADED`, or why it must not be read: one from before an outage answers `REPLICA_CHANGED`.
@@ -199,14 +169,14 @@ class SessionTable:
             for session in sessions
             if session.state is SessionState.OPEN
             and session.epoch == self._epoch
-            and (force or self._runs_out(session))
+            and (session.started_as <= force_up_to or self._runs_out(session))
         ]
         # A failed start erases the live session, so nothing is risked while the master does not answer.
         if again and not self.master_suspect:
             self._restarted += len(again)
             await self._start_again(again)
         for session in sessions:
-            if session.state is SessionState.STARTING:
+            while session.state is SessionState.STARTING:  # again, maybe: others that share it may force that too
                 await session.changed.wait()
         return [
             PageStatus.REPLICA_CHANGED
@@ -312,10 +282,10 @@ class SessionTable:
         statuses = call.value or [PageStatus.MALFORMED] * len(start.sessions)
         self._health.record_master(statuses)
         for session, status in zip(start.sessions, statuses, strict=True):
-            if start.was_lost and start.is_new:
-                session.epoch = self._epoch  # asked after the outage began and answered: from the master that is back
             live = self._sessions.get(session.key)
             if live is session and session.state is SessionState.STARTING:
+                if start.was_lost and start.is_new:
+                    session.epoch = self._epoch  # asked since the outage began and answered: of the master that is back
                 start.answers[session.key] = self._started(session, status, new=start.is_new)
             elif status is PageStatus.LOADED:
                 self._came_late(session.key, live)
@@ -340,6 +310,8 @@ class SessionTable:
         if new:
             self._opened += 1
         session.started_at = self._clock()
+        self.starts += 1
+        session.started_as = self.starts
         session.become(SessionState.OPEN)
         return session
 
