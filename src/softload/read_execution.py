@@ -14,6 +14,9 @@ from softload.store_calls import StoreCalls
 
 __all__ = ["ReadAnswer", "execute_read"]
 
+_WORTH_BYTES = 1 << 20
+"""Fewer bytes are checked before the event loop could be told anything."""
+
 ReadAnswer = tuple[PageStatus, Descriptor | None]
 """Per part: `LOADED`, or why not; and, where its replica has changed, the one that is there now."""
 
@@ -31,6 +34,8 @@ def execute_read(calls: StoreCalls, call: ReadCall, integrity: Integrity) -> lis
         )
     else:
         statuses = calls.read(keys, [part.fetch.segment.pointer for part in parts], [part.fetch.size for part in parts])
+    if call.native is not None and sum(part.nbytes for part in parts) >= _WORTH_BYTES:
+        call.native.step_aside()  # the endpoint is free: its next call need not wait for the checks
     unproven = [
         index
         for index, (part, status) in enumerate(zip(parts, statuses, strict=True))
