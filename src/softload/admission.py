@@ -144,7 +144,7 @@ def _revalidated(
         if fetch is None and spec.size != spec.target_size:
             return PageStatus.SHED  # it has gone since, and how large it is nobody has said
         size = fetch.size if fetch is not None else spec.size
-        answer = fetch.descriptor if fetch is not None else None
+        answer = fetch.descriptors[fetch.keys.index(key)] if fetch is not None else None
     else:
         size = answer.size
         if answer.endpoint not in endpoints:

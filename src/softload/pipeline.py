@@ -6,7 +6,7 @@ Every unit runs as a task of its own under its own deadline, so that what hangs 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from itertools import islice
 
@@ -223,6 +223,10 @@ class UnitRun:
         for wanted in self._fetches.of(fetch):
             self.wants.mark_bad(wanted.column, wanted.page, fetch.status)
         self._recut()
+
+    def fetch_split(self, old: Fetch, new: Sequence[Fetch]) -> None:
+        """A fetch goes on in pieces."""
+        self._fetches.split(old, new)
 
     def fetch_replaced(self, old: Fetch, new: Fetch) -> None:
         """Another read of the same object has landed."""

@@ -75,13 +75,15 @@ class ReadHealth:
                         call.turn.suspects.add(call.endpoint)
                         breaker.record(False)
                 if breaker.is_open:
-                    self._health.negative.add(fetch.key, PageStatus.TIMED_OUT)
+                    for key in fetch.keys:
+                        self._health.negative.add(key, PageStatus.TIMED_OUT)
 
     def refute(self, fetch: Fetch) -> None:
         """A fetch failed."""
         if fetch.status not in _NOT_REFUTED:
-            self._health.negative.add(fetch.key, fetch.status)
+            for key in fetch.keys:
+                self._health.negative.add(key, fetch.status)
 
     def confirm(self, fetch: Fetch) -> None:
         """A fetch has landed."""
-        self._health.negative.discard(fetch.key)
+        self._health.negative.discard(fetch.keys)
