@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from peers.cases import CASES  # noqa: E402
 from peers.figures import FIGURES  # noqa: E402
 from peers.measure import LAYER_TIMES, measure_case  # noqa: E402
-from peers.tables import tables  # noqa: E402
+from peers.tables import goals, tables  # noqa: E402
 
 QUICK = ("mla 32x64x73728", "mha 36x32x262144", "dsv4-flash 8K", "small 43x512x4096")
 QUICK_TIMES = (0.0, 0.002)
@@ -35,7 +36,7 @@ _SECONDS = 600
 def main() -> int:
     """Measure what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer cases, layer times and rounds: about 3 minutes")
+    parser.add_argument("--quick", action="store_true", help="fewer cases, layer times and rounds: about 4 minutes")
     parser.add_argument("--case", action="append", choices=list(CASES), help="again for several; all by default")
     parser.add_argument("--figure", action="append", choices=list(FIGURES), help="again for several; all by default")
     parser.add_argument("--store", action="append", choices=list(STORES), help="again for both; both by default")
@@ -48,17 +49,22 @@ def main() -> int:
         return _work(json.loads(options.work))
     rounds = options.rounds or (3 if options.quick else 7)
     times = [ms / 1000 for ms in options.layer_times or ()] or (QUICK_TIMES if options.quick else LAYER_TIMES)
+    if 0.0 not in times:
+        parser.error("--layer-times: expected 0 among them, for it the loads themselves are compared")
     everything = not options.case and not options.figure
     cases = options.case or (QUICK if options.quick and everything else list(CASES) if everything else [])
     figures = options.figure or (list(FIGURES) if everything else [])
     stores = options.store or list(STORES)
-    result: dict[str, Any] = {"machine": _machine(), "cases": [], "figures": {}}
+    result: dict[str, Any] = {"machine": _machine(), "cases": [], "figures": {}, "failed": []}
     for case in cases:
         for store in stores:
             work = {"case": case, "owners": STORES[store], "rounds": rounds, "layer_times": list(times)}
             measured = _in_a_process(work)
             if measured is not None:
                 result["cases"].append(measured)
+            else:
+                result["failed"].append(f"{case}, {store}")
+            _keep(result, options.json)
     for figure in figures:
         # What is Python's alone is the same on both, and what a quick run leaves out is the longer of the two.
         on = stores[:1] if options.quick or figure == "plan" else stores
@@ -66,12 +72,20 @@ def main() -> int:
             measured = _in_a_process({"figure": figure, "owners": STORES[store], "rounds": rounds})
             if measured is not None:
                 result["figures"].setdefault(figure, {})[store] = measured
+            else:
+                result["failed"].append(f"{figure}, {store}")
+            _keep(result, options.json)
     for line in tables(result):
         print(line)
-    if options.json is not None:
-        options.json.write_text(json.dumps(result, indent=1))
-    wanted = len(cases) * len(stores)
-    return 0 if len(result["cases"]) == wanted else 1
+    wrong = [side for case in result["cases"] for side, good in case["bytes_as_they_must_be"].items() if not good]
+    return 1 if result["failed"] or wrong else 0
+
+
+def _keep(result: dict[str, Any], path: Path | None) -> None:
+    """Write what there is so far, goals and all: a run that is broken off has measured something."""
+    if path is not None:
+        everything = {**result, "goals": [asdict(goal) for goal in goals(result)]}
+        path.write_text(json.dumps(everything, indent=1))
 
 
 def _machine() -> dict[str, Any]:

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from peers.cases import CASES, Workload
-from peers.measure import Bench, landing_for, open_bench
+from peers.constants import constants
+from peers.lag import LagMeter, idle_control, percentiles
+from peers.measure import Bench, open_bench, settle
 from peers.ours import load
 from peers.stopwatch import summary
 from peers.theirs import SGLangLinker, sglang_is_here
@@ -22,6 +24,9 @@ __all__ = ["FIGURES"]
 
 _SMALL = Shape("small", PoolFamily.MLA, 32, 64, 4_096, 0, 0, "")
 _MLA = CASES["mla 32x64x73728"].shape
+
+_LAG_SECONDS = 5.0
+"""For the event loop's lag: of its samples, one a millisecond, the thousandth part decides."""
 
 
 async def _seconds(bench: Bench, loader: PageLoader, batch: Sequence[tuple[int, int]]) -> tuple[float, int]:
@@ -49,7 +54,8 @@ async def missing_keys(*, owners: int, rounds: int) -> dict[str, Any]:
             answers = bench.store.remove(gone, force=True)
             if any(answer != 0 for answer in answers):
                 raise RuntimeError(f"expected every object to be removed, got {answers}")
-        for _ in range(rounds + 1):
+        settle()
+        for _ in range(max(rounds, 5) + 1):
             for name, batch in (("whole", whole), ("2 of 32 gone", holed)):
                 seconds, restored = await _seconds(bench, loader, batch)
                 rates[name].append(restored / seconds)
@@ -59,6 +65,9 @@ async def missing_keys(*, owners: int, rounds: int) -> dict[str, Any]:
             linker.close()
     return {
         "pages_per_second": {name: summary(values[1:]) for name, values in rates.items()},
+        "rate_of_whole": summary(
+            [holes / intact for holes, intact in zip(rates["2 of 32 gone"][1:], rates["whole"][1:], strict=True)]
+        ),
         "restored_pages": {name: sorted(values) for name, values in pages.items()},
         "sglang_restored_pages": theirs,
     }
@@ -84,15 +93,18 @@ async def growth(*, owners: int, rounds: int) -> dict[str, Any]:
     seconds: dict[int, list[float]] = {count: [] for count in counts}
     async with open_bench(workload, owners=owners) as bench:
         loader = await bench.loader(Layout.GROUPED)
-        for turn in range(rounds + 1):
+        settle()
+        for turn in range(max(rounds, 5) + 1):
             for count in counts:
                 taken, _ = await _seconds(bench, loader, [(0, count)])
                 if turn:
                     seconds[count].append(taken)
-    medians = [statistics.median(seconds[count]) for count in counts]
     return {
         "seconds": {str(count): summary(values) for count, values in seconds.items()},
-        "twice_the_pages": [after / before for before, after in zip(medians, medians[1:], strict=False)],
+        "twice_the_pages": [
+            statistics.median(after / before for before, after in zip(seconds[count], seconds[2 * count], strict=True))
+            for count in counts[:-1]
+        ],
     }
 
 
@@ -105,7 +117,8 @@ async def many_loads(*, owners: int, rounds: int) -> dict[str, Any]:
     spread: list[float] = []
     async with open_bench(workload, owners=owners) as bench:
         loader = await bench.loader(Layout.GROUPED)
-        for turn in range(rounds + 1):
+        settle()
+        for turn in range(max(rounds, 5) + 1):
             large, _ = await _seconds(bench, loader, [(0, 1024)])
             firsts: list[float] = []
             started = time.perf_counter()
@@ -127,6 +140,7 @@ async def many_loads(*, owners: int, rounds: int) -> dict[str, Any]:
     return {
         "one_bytes_per_second": summary(one),
         "many_bytes_per_second": summary(many),
+        "many_of_one": summary([all_of_them / alone for all_of_them, alone in zip(many, one, strict=True)]),
         "first_layer_p99_of_median": summary(spread),
     }
 
@@ -138,72 +152,58 @@ async def checks(*, owners: int, rounds: int) -> dict[str, Any]:
     asking: list[float] = []
     async with open_bench(workload, owners=owners) as bench:
         loaders = {kind: await bench.loader(Layout.GROUPED, integrity=kind) for kind in Integrity}
-        for turn in range(rounds + 1):
-            for kind, loader in loaders.items():
+        settle()
+        for turn in range(max(rounds, 9) + 1):
+            kinds = list(loaders.items())
+            for kind, loader in kinds[turn % len(kinds) :] + kinds[: turn % len(kinds)]:
                 taken, _ = await _seconds(bench, loader, [(0, 64)])
                 if turn:
                     seconds[kind.value].append(taken)
                     asking.append(bench.store.asking.total / taken)
-    return {"seconds": {kind: summary(values) for kind, values in seconds.items()}, "descriptors": summary(asking)}
+    off = seconds[Integrity.OFF]
+    return {
+        "seconds": {kind: summary(values) for kind, values in seconds.items()},
+        "of_off": {
+            kind: summary([each / without for each, without in zip(values, off, strict=True)])
+            for kind, values in seconds.items()
+        },
+        "descriptors": summary(asking),
+    }
 
 
 async def loop_lag(*, owners: int, rounds: int) -> dict[str, Any]:
-    """How late the event loop is while 8 loads of 151 MB run, again and again; and without them."""
+    """How late the event loop is while 8 loads of 151 MB run, again and again; and an idle process's, meanwhile."""
     workload = Workload(_MLA, 64)
-    lags: dict[str, list[float]] = {"idle": [], "8 loads": []}
     async with open_bench(workload, owners=owners) as bench:
-        loader = await bench.loader(Layout.GROUPED, landing=8 * landing_for(workload.pages * workload.page_bytes))
-        loaders = [loader]
+        loaders = [await bench.loader(Layout.GROUPED)]
         while len(loaders) < 8:  # a slot belongs to one unit at a time: pools of their own
-            other = Workload(_MLA, 64)
-            other.keys = workload.keys
-            own = Bench(bench.store, other, bench._stack)
-            own._stored = {Layout.GROUPED}
-            loaders.append(await own.loader(Layout.GROUPED))
+            loaders.append(await bench.beside(Workload(_MLA, 64)).loader(Layout.GROUPED))
+
+        async def once(each: PageLoader, index: int) -> int:
+            async with each.load([workload.unit(f"l{index}")]) as handle:
+                report = await handle.report()
+            return sum(outcome.restored_pages for outcome in report.outcomes.values())
 
         async def loads() -> None:
-            await asyncio.gather(*(_once(each, index) for index, each in enumerate(loaders)))
-
-        async def _once(each: PageLoader, index: int) -> None:
-            async with each.load([workload.unit(f"l{index}")]) as handle:
-                await handle.report()
+            restored = await asyncio.gather(*(once(each, index) for index, each in enumerate(loaders)))
+            if restored != [workload.pages] * len(loaders):
+                raise RuntimeError(f"expected {workload.pages} pages in each of the loads, got {restored}")
 
         await loads()
-        started = time.perf_counter()
-        for _ in range(rounds):
-            async with _LagMeter(lags["8 loads"]):
+        settle()
+        async with LagMeter() as alone:
+            await asyncio.sleep(1.0)
+        started, turns = time.perf_counter(), 0
+        async with idle_control() as control, LagMeter() as meter:
+            while turns < rounds or time.perf_counter() - started < _LAG_SECONDS:
                 await loads()
-        taken = (time.perf_counter() - started) / rounds
-        for _ in range(rounds):
-            async with _LagMeter(lags["idle"]):
-                await asyncio.sleep(taken)
-    return {name: _percentiles(values) for name, values in lags.items()}
-
-
-class _LagMeter:
-    """Sleeps for a millisecond at a time, and notes how much longer it took."""
-
-    def __init__(self, lags: list[float]) -> None:
-        self._lags = lags
-
-    async def __aenter__(self) -> None:
-        self._task = asyncio.create_task(self._measure())
-
-    async def __aexit__(self, *_: object) -> None:
-        self._task.cancel()
-        await asyncio.wait([self._task])
-
-    async def _measure(self) -> None:
-        while True:
-            asked = time.perf_counter()
-            await asyncio.sleep(0.001)
-            self._lags.append(time.perf_counter() - asked - 0.001)
-
-
-def _percentiles(values: list[float]) -> dict[str, float]:
-    values.sort()
-    at = {"p50": 0.5, "p99": 0.99, "p99_9": 0.999, "max": 1.0}
-    return {name: values[min(len(values) - 1, int(len(values) * share))] for name, share in at.items()}
+                turns += 1
+    return {
+        "8 loads": percentiles(meter.lags),
+        "idle process meanwhile": percentiles(control),
+        "no load": percentiles(alone.lags),
+        "rounds": turns,
+    }
 
 
 async def plan(*, owners: int, rounds: int) -> dict[str, Any]:
@@ -215,7 +215,8 @@ async def plan(*, owners: int, rounds: int) -> dict[str, Any]:
         for layout in Layout:
             unit = workload.unit("plan")
             taken = []
-            for _ in range(rounds + 1):
+            settle()
+            for _ in range(max(rounds, 9) + 1):
                 started = time.perf_counter()
                 loader.load([unit])
                 taken.append(time.perf_counter() - started)
@@ -236,4 +237,5 @@ FIGURES = {
     "checks": checks,
     "loop lag": loop_lag,
     "plan": plan,
+    "constants": constants,
 }

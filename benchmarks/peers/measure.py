@@ -14,7 +14,7 @@ from peers.theirs import Bare, SGLangLinker, rank_of, sglang_is_here
 from softload import Integrity, Layout, LoaderConfig, PageLoader
 from softload.config import ReadMode
 
-__all__ = ["Bench", "LAYER_TIMES", "landing_for", "measure_case", "open_bench"]
+__all__ = ["Bench", "LAYER_TIMES", "landing_for", "measure_case", "open_bench", "settle"]
 
 LAYER_TIMES = (0.0, 0.001, 0.002, 0.005, 0.010)
 """Seconds that a forward takes a layer."""
@@ -61,6 +61,19 @@ class Bench:
             self._stored.add(layout)
         return loader
 
+    def beside(self, workload: Workload) -> Bench:
+        """The same pages, for loaders with pools of their own: `workload`'s, whose own bytes are not stored."""
+        workload.keys = self.workload.keys
+        other = Bench(self.store, workload, self._stack)
+        other._stored = self._stored
+        return other
+
+
+def settle() -> None:
+    """Before anything is timed: the collector forgets what is there, as SGLang has it in its server."""
+    gc.collect()
+    gc.freeze()
+
 
 @asynccontextmanager
 async def open_bench(workload: Workload, *, owners: int) -> AsyncIterator[Bench]:
@@ -87,9 +100,10 @@ async def measure_case(case: Case, *, owners: int, rounds: int, layer_times: Seq
     async with open_bench(workload, owners=owners) as bench:
         grouped = await bench.loader(Layout.GROUPED, integrity=Integrity.SAMPLE)
         page = await bench.loader(Layout.PAGE)
+        whole = await bench.loader(Layout.PAGE, read_mode=ReadMode.WHOLE)
         ranges = await bench.loader(Layout.PAGE, read_mode=ReadMode.RANGES)
         sides: dict[str, Side] = {}
-        for name, loader in (("grouped", grouped), ("page", page), ("page, ranges", ranges)):
+        for name, loader in (("grouped", grouped), ("page", page), ("page, whole", whole), ("page, ranges", ranges)):
             sides[name] = _ours(loader, bench)
         linker = SGLangLinker(workload, bench.store.native) if with_sglang else None
         if linker is not None:
@@ -103,8 +117,7 @@ async def measure_case(case: Case, *, owners: int, rounds: int, layer_times: Seq
         workload.poison()
         bare.load(), bare.memmove()
         checked["bare"] = workload.wrong_pages() == 0
-        gc.collect()
-        gc.freeze()  # SGLang's linker does that too
+        settle()
         samples: dict[str, dict[str, list[Sample]]] = {name: {} for name in [*sides, "bare", "memmove"]}
         for turn in range(rounds):
             for layer_seconds in layer_times:

@@ -88,7 +88,7 @@ async def load(loader: PageLoader, store: ClockedStore, units: Sequence[Transfer
     store.asking.clear()
     COPIES.clear()
     started = time.perf_counter()
-    async with loader.load(units) as handle:
+    async with loader.load(units, layer_seconds=layer_seconds) as handle:
         await handle.admitted()
         sample.admission = time.perf_counter() - started
         for layer in range(loader.pools.num_layers):

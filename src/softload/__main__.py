@@ -1,6 +1,8 @@
-"""`python -m softload`: the command line, or what to install for it."""
+"""`softload` and `python -m softload`: the command line, or what to install for it."""
 
 import sys
+
+__all__ = ["main"]
 
 try:
     from softload.cli import app
@@ -12,5 +14,11 @@ except ModuleNotFoundError as error:
         "checkout"
     )
 
-if __name__ == "__main__":
+
+def main() -> None:
+    """The console script."""
     app(prog_name="softload")
+
+
+if __name__ == "__main__":
+    main()

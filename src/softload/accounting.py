@@ -33,8 +33,8 @@ def count_unit(context: Context, outcome: UnitOutcome, *, landed: int, has_draft
     count_misses(context, outcome.request_id, missed, kept=outcome.restored_pages, requested=outcome.requested_pages)
     if has_draft and outcome.draft_pages < outcome.restored_pages:
         context.counters.draft_dropped += 1
-        context.log.info(
-            _log,
+        context.log.tell(
+            _log.info,
             events.DRAFT_DROPPED,
             request_id=outcome.request_id,
             draft_pages=outcome.draft_pages,
@@ -51,8 +51,8 @@ def count_misses(
     if not missed or missed[0].status in _NOT_A_FAILURE:
         return
     context.health.suppress(request_id)
-    context.log.info(
-        _log,
+    context.log.tell(
+        _log.info,
         events.PAGE_MISSED,
         request_id=request_id,
         page=missed[0].page,

@@ -49,7 +49,7 @@ async def look_up(context: Context, unit: TransferUnit) -> Lookup:
     found, status = await _existing(context, target, [*parts.columns, *draft_columns], pages)
     if status is not None:
         context.counters.lookups_unanswered += 1
-        context.log.info(_log, events.LOOKUP_FAILED, request_id=unit.request_id, status=status)
+        context.log.tell(_log.info, events.LOOKUP_FAILED, request_id=unit.request_id, status=status)
     await context.pacer.turn()
     context.promised.add(found)
     prefixes = boundaries(_component_pages(target, parts.columns, found))

@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from softload.config import DraftPolicy, Integrity, Layout
+from softload.config import DraftPolicy, Integrity, Layout, ReadMode
 from softload.doctor import diagnose
 from softload.errors import LandingMemoryError, SoftloadError, StoreSetupError
 from softload.replay.options import AdmissionMode, ReplayOptions
@@ -41,13 +41,14 @@ app = typer.Typer(
 
 _OPTIONS = {
     name: f"--{name.replace('_', '-')}"
-    for name in ("requests", "shape", "speed", "layer_time", "deadline", "landing", "max_running", "fault")
+    for name in ("requests", "shape", "read_mode", "speed", "layer_time", "deadline", "landing", "max_running", "fault")
 } | {"landing_bytes": "--landing"}
 """What errors of the library start with, and how a user wrote it."""
 
 _FAULTS = (
-    "A fault, repeatable: evict=P, remove=P, late=P, slow=P:SECONDS, hang=N:SECONDS; corrupt=P with --integrity full; "
-    "draft-loss=P with a draft."
+    "A fault, repeatable: evict=P, remove=P, late=P, malformed=P, slow=P:SECONDS, hang=N:SECONDS; corrupt=P with "
+    "--integrity full; draft-loss=P with a draft; and of the processes of an embedded Mooncake, such as "
+    "kill-owner@SECONDS|MOMENT[:SECONDS]."
 )
 
 
@@ -82,6 +83,7 @@ def replay_command(
         str, typer.Option(help="Model shape, or NAME/FACTOR for its bytes divided; see `softload shapes`.")
     ] = "mini",
     layout: Annotated[Layout, typer.Option(help="How pages become objects.")] = Layout.GROUPED,
+    read_mode: Annotated[ReadMode, typer.Option(help="How layout `page` is read.")] = ReadMode.AUTO,
     draft: Annotated[DraftKind, typer.Option(help="How the draft is stored.")] = DraftKind.NONE,
     draft_policy: Annotated[DraftPolicy, typer.Option(help="What a lost draft page costs.")] = DraftPolicy.DROP,
     admission: Annotated[AdmissionMode, typer.Option(help="When slots are taken.")] = AdmissionMode.STREAM,
@@ -114,6 +116,7 @@ def replay_command(
             requests=requests,
             shape=shape,
             layout=layout,
+            read_mode=read_mode,
             draft=draft,
             draft_policy=draft_policy,
             admission=admission,

@@ -47,7 +47,7 @@ class ReadMode(StrEnum):
     """How objects are read."""
 
     AUTO = "auto"
-    """The loader chooses. In this release it always chooses WHOLE."""
+    """The loader chooses by what reads have cost so far: whichever lets the forward of a streaming unit wait less."""
 
     WHOLE = "whole"
     """Each in one read: the fastest way to all of it. Leases by itself."""

@@ -27,6 +27,7 @@ from softload.sessions import SessionTable
 from softload.slots import SlotTable
 from softload.store_calls import StoreCalls
 from softload.telemetry import Counters
+from softload.transfer import PoolName
 
 __all__ = ["Context", "PromisedKeys"]
 
@@ -49,6 +50,9 @@ class PromisedKeys:
             self._keys[key] = None
         while len(self._keys) > self._capacity:
             self._keys.popitem(last=False)
+
+    def __len__(self) -> int:
+        return len(self._keys)
 
     def __contains__(self, key: str) -> bool:
         return key in self._keys
@@ -81,6 +85,8 @@ class Context:
     """Units whose outcome is not known yet."""
     promised: PromisedKeys = field(default_factory=lambda: PromisedKeys(65_536))
 
+    part_sizes: dict[tuple[PoolName, str, range], tuple[int, int]] = field(default_factory=dict)
+    """Ranges and bytes of the layers of each kind of object; as many as there are ways to join groups of layers."""
     planning: set[object] = field(default_factory=set)
     """Units that have not joined or started all their reads yet: what others copied meanwhile may be theirs too."""
 

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from softload.fetches import Fetch, PartState
 from softload.outcomes import PageStatus
+from softload.protocols import Clock
 
 __all__ = ["FetchTable"]
 
@@ -106,11 +107,11 @@ class FetchTable:
             nbytes -= fetch.segment.reserved
             yield fetch
 
-    def take_expired(self, now: float) -> Iterator[Fetch]:
+    def take_expired(self, clock: Clock) -> Iterator[Fetch]:
         """Kept fetches whose time is over, that are not kept any more."""
         while self._kept:
             fetch = next(iter(self._kept.values()))
-            if fetch.keep_until > now:
+            if fetch.keep_until > clock():
                 return
             del self._kept[fetch.key]
             yield fetch

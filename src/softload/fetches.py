@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import pairwise
-from typing import Protocol
+from typing import Final, Protocol
 
 from softload.landing import Segment
 from softload.native_calls import NativeCall
@@ -19,7 +19,22 @@ from softload.outcomes import PageStatus
 from softload.protocols import Descriptor
 from softload.sessions import Session
 
-__all__ = ["Fetch", "FetchListener", "Part", "PartState", "ReadAnswers", "ReadCall", "Turn", "leaves"]
+__all__ = [
+    "RETRY",
+    "SECOND_READ",
+    "Fetch",
+    "FetchListener",
+    "Part",
+    "PartState",
+    "ReadAnswers",
+    "ReadCall",
+    "Turn",
+    "leaves",
+]
+
+RETRY: Final = "retry"
+SECOND_READ: Final = "second read"
+"""Labels of reads of what was read before."""
 
 _JOIN_SECONDS = 0.05
 """A read may be joined for at least this long, however short it was expected to be."""
@@ -252,6 +267,7 @@ class ReadCall:
         "parts",
         "ranged",
         "relied_on",
+        "running",
         "timed_out",
         "turn",
     )
@@ -265,6 +281,8 @@ class ReadCall:
         self.relied_on: set[Part] = set()
         """Live parts that somebody waits for, and has nothing else to wait for."""
         self.expected = 0.0
+        self.running = 1
+        """Reads under way when it started, this one among them."""
         self.alarm: asyncio.TimerHandle | None = None
         self.overdue = False
         """Whether it takes much longer than such a call should. Set by the alarm, so that all agree on it."""
@@ -272,6 +290,14 @@ class ReadCall:
         self.master_answered: bool | None = None
         """Whether the master did when it was asked for proof; ``None`` where it was not."""
         self.native: NativeCall[ReadAnswers] | None = None
+
+    @property
+    def label(self) -> str:
+        """What it does, for traces: `retry`, `second read`, or nothing that its group does not say."""
+        if any(part.attempts for part in self.parts):
+            return RETRY
+        # Set when the second read is made; the first one's own calls were submitted before.
+        return SECOND_READ if any(part.fetch.has_second for part in self.parts) else ""
 
     @property
     def due_seconds(self) -> float:

@@ -32,12 +32,12 @@ class _Handle:
     It can be entered once. Before that nothing is under way, and what asks for it raises instead of waiting for ever.
     """
 
-    def __init__(self, context: Context, units: Sequence[TransferUnit], mode: Mode) -> None:
+    def __init__(self, context: Context, units: Sequence[TransferUnit], mode: Mode, layer_seconds: float = 0.0) -> None:
         check_distinct(units)
         self._context = context
         self._gate = LayerGate(context.pools.num_layers, [unit.request_id for unit in units])
         # A turn per unit: in one load too, the first layers of all units come before the last layers of any.
-        self._runs = [UnitRun(context, unit, mode, Turn(), self._gate.passed) for unit in units]
+        self._runs = [UnitRun(context, unit, mode, Turn(), self._gate.passed, layer_seconds) for unit in units]
         self._asking = anyio.CancelScope()
         self._is_entered = False
         self._has_ended = False
@@ -105,7 +105,7 @@ class _Handle:
             await self._decide(endpoints)
             self._admitted_at = anyio.current_time()
         except Exception:  # a bug: it costs these units, not the loader
-            _log.exception(events.TASK_RAISED, task="admission")
+            self._context.log.tell(_log.exception, events.TASK_RAISED, task="admission")
             for run in self._runs:
                 run.cancel()
         await self._give_back([permit for permit in endpoints.values() if isinstance(permit, Permit)])
@@ -144,7 +144,7 @@ class _Handle:
             if len(agreed) != len(values):
                 raise ValueError(f"expected {len(values)} answers of the ranks, got {len(agreed)}")
         except Exception as error:  # another rank's end, or a bug there: these units are misses
-            _log.error(events.CONSENSUS_FAILED, units=len(values), error=repr(error))
+            self._context.log.tell(_log.error, events.CONSENSUS_FAILED, units=len(values), error=repr(error))
             return [0] * len(values)
         return agreed
 
@@ -160,8 +160,8 @@ class _Handle:
 class Load(_Handle):
     """A streaming load. Use it as an async context manager; leaving it without a report cancels it."""
 
-    def __init__(self, context: Context, units: Sequence[TransferUnit]) -> None:
-        super().__init__(context, units, Mode.STREAM)
+    def __init__(self, context: Context, units: Sequence[TransferUnit], layer_seconds: float = 0.0) -> None:
+        super().__init__(context, units, Mode.STREAM, layer_seconds)
         self._first_layer_at: float | None = None
         self._report: LoadReport | None = None
 

@@ -17,6 +17,7 @@ import structlog
 from softload import events
 from softload.outcomes import PageStatus
 from softload.protocols import Clock
+from softload.request_log import tell
 
 __all__ = ["MAX_ENDPOINTS", "Breaker", "Health", "HealthStatistics", "NegativeCache", "Permit"]
 
@@ -94,7 +95,7 @@ class Breaker:
                 self._probe = None
                 self._cool_down = _COOL_DOWN[0]
                 self._outcomes.clear()
-                _log.info(events.BREAKER_CLOSED, breaker=self.name)
+                tell(_log.info, events.BREAKER_CLOSED, breaker=self.name)
             return
         self._outcomes.append(False)
         if self._open_until is not None:
@@ -104,7 +105,8 @@ class Breaker:
         elif list(self._outcomes).count(False) < _FAILURES:
             return
         self._open_until = self._clock() + self._cool_down * (0.75 + 0.5 * self._jitter())
-        _log.warning(events.BREAKER_OPENED, breaker=self.name, seconds=round(self._open_until - self._clock(), 3))
+        seconds = round(self._open_until - self._clock(), 3)
+        tell(_log.warning, events.BREAKER_OPENED, breaker=self.name, seconds=seconds)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -158,9 +160,10 @@ class NegativeCache:
 
 @dataclass(frozen=True, slots=True)
 class HealthStatistics:
-    """Breakers that are open, keys in the negative cache, requests whose lookups are answered 0."""
+    """Breakers that are open, endpoints with one, keys in the negative cache, requests whose lookups are answered 0."""
 
     open_breakers: tuple[str, ...]
+    known_endpoints: int
     negative_keys: int
     suppressed_requests: int
 
@@ -224,6 +227,7 @@ class Health:
         """What is broken now."""
         return HealthStatistics(
             tuple(sorted(breaker.name for breaker in (self.master, *self._endpoints.values()) if breaker.is_open)),
+            len(self._endpoints),
             len(self.negative),
             len(self._suppressed),
         )

@@ -61,7 +61,7 @@ class LandingMemory:
         self.capacity = capacity
         self._reclaim = reclaim
         self._retire = retire
-        self._serving = False
+        self._serving = self._is_closed = False
         self._replacement = max(aligned(capacity // 16), PAGE)
         self.arenas = [arena or Arena(aligned(capacity), pinned=pinned)]
         self._limits = _limits(capacity)
@@ -227,6 +227,14 @@ class LandingMemory:
         self.arenas.append(arena)
         self._serve_queues()
 
+    def close(self) -> list[Arena]:
+        """Retire nothing any more; answers with the arenas to unregister.
+
+        Memory that a call may still write stays registered and allocated: the call holds it.
+        """
+        self._is_closed = True
+        return [arena for arena in self.arenas if arena.is_unused]
+
     def statistics(self) -> LandingStatistics:
         """What is used for what now."""
         return LandingStatistics(
@@ -306,6 +314,8 @@ class LandingMemory:
             self._serving = False
 
     def _retire_arenas(self) -> None:
+        if self._is_closed:
+            return
         fresh = sum(arena.nbytes for arena in self.arenas[1:])
         for arena in self.arenas[1:]:
             if arena.is_unused and fresh - arena.nbytes >= self._quarantined_bytes:

@@ -31,6 +31,7 @@ from softload.native_calls import CallGroup, CallSpan, RefusedError
 from softload.outcomes import Lookup, SaveReport
 from softload.protocols import PageStore, RankConsensus, SoloConsensus
 from softload.reading import Reader
+from softload.request_log import RequestLog, tell
 from softload.saving import Saver
 from softload.sessions import SessionTable
 from softload.slots import SlotTable
@@ -113,17 +114,25 @@ class PageLoader(AsyncContextManagerMixin):
         """
         return await look_up(self._opened(), unit)
 
-    def load(self, units: Sequence[TransferUnit]) -> Load:
+    def load(self, units: Sequence[TransferUnit], *, layer_seconds: float = 0.0) -> Load:
         """A streaming load, layer by layer, of units with slots. It starts when the returned handle is entered.
 
+        Args:
+            units: with slots.
+            layer_seconds: what the forward that waits for these units takes for a layer, where the engine knows: of
+                layout `page`, `ReadMode.AUTO` then reads first layers first where that lets it wait less. 0: all is
+                wanted as soon as possible.
+
         Raises:
-            ValueError: keys, slots or pools that do not fit; a request twice. Entering raises it for slots that another
-                unit holds.
+            ValueError: keys, slots or pools that do not fit; a request twice; `layer_seconds` below 0. Entering raises
+                it for slots that another unit holds.
             LoaderClosedError: the loader is not open.
         """
         context = self._opened()
         self.pools.check_alive()
-        return Load(context, units)
+        if not (math.isfinite(layer_seconds) and layer_seconds >= 0):
+            raise ValueError(f"layer_seconds: expected 0 or more, got {layer_seconds}")
+        return Load(context, units, layer_seconds)
 
     def prefetch(self, units: Sequence[TransferUnit]) -> Prefetch:
         """A prefetch of whole pages, of units without slots. It starts when the returned handle is entered.
@@ -287,7 +296,7 @@ class PageLoader(AsyncContextManagerMixin):
     def _assemble(self, tasks: anyio.abc.TaskGroup, connection: Connection, keys: KeySpace, arena: Arena) -> Context:
         config, calls = self.config, connection.calls
         health = Health(negative_entries=config.negative_entries, seed=config.seed)
-        counters = Counters()
+        counters, log = Counters(), RequestLog()
         sessions = SessionTable(calls, health, ttl=connection.lease_ttl, max_stuck=config.stuck_threads)
         health.on_master_back = sessions.void
 
@@ -305,7 +314,7 @@ class PageLoader(AsyncContextManagerMixin):
             retire=retire,
             arena=arena,
         )
-        reader = Reader(calls, landing, sessions, health, counters, config, spawn)
+        reader = Reader(calls, landing, sessions, health, counters, config, spawn, log)
         context = Context(
             config=config,
             pools=self.pools,
@@ -324,6 +333,7 @@ class PageLoader(AsyncContextManagerMixin):
             fences=CallGroup("fence", width=config.stuck_threads + 1, max_stuck=config.stuck_threads),
             writes=CallGroup("write", width=config.write_lanes, max_stuck=config.stuck_threads),
             spawn=spawn,
+            log=log,
         )
         for group in context.groups():
             group.on_span = self._on_call
@@ -351,10 +361,8 @@ class PageLoader(AsyncContextManagerMixin):
         if self._replacing is not None:
             self._replacing.cancel()
         with anyio.move_on_after(_CLOSE_SECONDS):
-            for arena in context.landing.arenas:
-                # Memory that a call may still write stays registered and allocated: the call holds it.
-                if arena.is_unused:
-                    await context.connection.unregister(arena)
+            for arena in context.landing.close():
+                await context.connection.unregister(arena)
         await context.connection.close(_CLOSE_SECONDS)
 
     async def _keep_house(self, context: Context) -> None:
@@ -368,7 +376,7 @@ class PageLoader(AsyncContextManagerMixin):
                     self._replacing = anyio.CancelScope()
                     context.spawn(partial(self._replace_quarantined, context, self._replacing))
             except Exception:  # a bug: it costs this round, not the loader
-                _log.exception(events.TASK_RAISED, task="housekeeping")
+                tell(_log.exception, events.TASK_RAISED, task="housekeeping")
 
     async def _replace_quarantined(self, context: Context, scope: anyio.CancelScope) -> None:
         landing, connection = context.landing, context.connection
@@ -381,7 +389,7 @@ class PageLoader(AsyncContextManagerMixin):
         except RefusedError:
             pass
         except Exception as error:
-            _log.warning(events.MEMORY_FAILED, nbytes=lacking, error=repr(error))
+            tell(_log.warning, events.MEMORY_FAILED, nbytes=lacking, error=repr(error))
         finally:
             self._replacing = None
 

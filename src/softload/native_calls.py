@@ -27,6 +27,7 @@ import anyio
 import structlog
 
 from softload import events
+from softload.request_log import tell
 
 current_async_library_cvar: contextvars.ContextVar[str | None] | None = None
 if importlib.util.find_spec("sniffio") is not None:
@@ -233,6 +234,11 @@ class CallGroup:
         """Whether stuck calls have used up every replacement."""
         return len(self._stuck) > self.max_stuck
 
+    @property
+    def running(self) -> int:
+        """Calls that run now and that somebody waits for."""
+        return self._running - len(self._stuck)
+
     def submit(self, call: NativeCall[Any]) -> None:
         """Queue a call.
 
@@ -338,7 +344,8 @@ class CallGroup:
         self._alarm = None
         late = [seconds for call in self._stuck if (seconds := call.elapsed()) >= _STUCK_SECONDS]
         if late:
-            _log.warning(
+            tell(
+                _log.warning,
                 events.THREAD_STUCK,
                 group=self.name,
                 stuck=len(late),

@@ -55,6 +55,7 @@ class UnitRun:
         mode: see `Mode`.
         turn: the load's place among others.
         on_layers: told how many layers the unit has in its slots, or that it holds no layer up any more.
+        layer_seconds: what the forward takes for a layer, as far as the engine says.
 
     Raises:
         ValueError: keys, slots or pools that do not fit; nothing has been touched.
@@ -67,6 +68,7 @@ class UnitRun:
         mode: Mode,
         turn: Turn,
         on_layers: Callable[[str, int], None] = lambda _request, _layers: None,
+        layer_seconds: float = 0.0,
     ) -> None:
         self._context = context
         self._mode = mode
@@ -76,7 +78,7 @@ class UnitRun:
         self.request_id = unit.request_id
         self.wants = UnitPages(context, unit)
         share = Share.PREFETCH if mode is Mode.PREFETCH else Share.STREAMING
-        self._fetches = UnitFetches(context, self.wants, self, share)
+        self._fetches = UnitFetches(context, self.wants, self, share, layer_seconds)
         self._copies = UnitCopies(context, self.wants, self._fetches, unit.ready)
         self.admitted_pages = 0
         self.landed_pages = 0
@@ -209,7 +211,7 @@ class UnitRun:
                 with anyio.CancelScope(shield=True):
                     await self._wind_up()
         except Exception:  # a bug: it costs this unit, not the loader
-            _log.exception(events.TASK_RAISED, task="unit", request_id=self.request_id)
+            self._context.log.tell(_log.exception, events.TASK_RAISED, task="unit", request_id=self.request_id)
             self._reason = PageStatus.CANCELLED
             if not self._copied:
                 self.wants.limit(0, PageStatus.CANCELLED)
@@ -378,7 +380,8 @@ class UnitRun:
     # -- cutting
 
     def _give_up_unlanded(self) -> None:
-        """What has not landed by now is a miss."""
+        """What has not landed by now is a miss. The running copy, if there was one, has ended."""
+        self._fetches.leave_replaced()
         if not self.admitted.is_set():
             self._give_up(self._reason)
             return

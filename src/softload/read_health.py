@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from softload.cost_model import CostModel
 from softload.fetches import Fetch, PartState, ReadCall
 from softload.health import MAX_ENDPOINTS, Health
 from softload.outcomes import PageStatus
@@ -32,14 +33,21 @@ class ReadHealth:
         self._health = health
         self._counters = counters
         self._rates: dict[str, float] = {}
+        self.costs = CostModel(MAX_ENDPOINTS)
 
     def expect(self, call: ReadCall) -> None:
         """Say how long a call that starts now should take."""
         nbytes = sum(part.nbytes for part in call.live)
         call.expected = _CALL_SECONDS + nbytes / self._rates.get(call.endpoint, _FIRST_RATE)
 
-    def record(self, call: ReadCall, statuses: Sequence[PageStatus]) -> None:
-        """A call is back."""
+    def record(self, call: ReadCall, statuses: Sequence[PageStatus], *, running: int) -> None:
+        """A call is back.
+
+        Args:
+            call: it.
+            statuses: of its parts.
+            running: reads under way until now, this one among them.
+        """
         assert call.native is not None
         if PageStatus.STORE_UNREACHABLE in statuses or call.master_answered is False:
             self._health.record_master([PageStatus.STORE_UNREACHABLE])
@@ -56,8 +64,22 @@ class ReadHealth:
             rate = nbytes / max(call.native.elapsed(), 1e-6)
             known = self._rates.pop(call.endpoint, rate)
             self._rates[call.endpoint] = known + 0.2 * (rate - known)
+            if not call.overdue and all(status is PageStatus.LOADED for status in statuses):
+                self._record_cost(call, running)
             if len(self._rates) > MAX_ENDPOINTS:  # the one that was read from longest ago
                 del self._rates[next(iter(self._rates))]
+
+    def _record_cost(self, call: ReadCall, running: int) -> None:
+        """What a good call took; others that were beside it took their part of the time."""
+        assert call.native is not None and call.native.started_at is not None
+        beside = (call.running + running) / 2
+        self.costs.record(
+            call.endpoint,
+            ranged=call.ranged,
+            items=sum(len(part.ranges) or part.fetch.count for part in call.live),
+            nbytes=sum(part.nbytes for part in call.live),
+            seconds=(call.native.ended_at - call.native.started_at) / beside,
+        )
 
     def time_out(self, fetch: Fetch) -> None:
         """Somebody gave a fetch up because its bytes did not come in time.

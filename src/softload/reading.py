@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
+from contextlib import suppress
+from itertools import groupby
 from typing import Any
 
 import structlog
 
 from softload import events
 from softload.config import LoaderConfig
+from softload.cost_model import CostModel
 from softload.fetch_table import FetchTable
 from softload.fetches import Fetch, FetchListener, Part, PartState, ReadAnswers, ReadCall, Turn, leaves
 from softload.health import Health
@@ -20,6 +23,7 @@ from softload.planning import read_batches
 from softload.protocols import Clock, Descriptor
 from softload.read_execution import execute_read
 from softload.read_health import ReadHealth
+from softload.request_log import RequestLog
 from softload.second_reads import SecondReads
 from softload.sessions import Session, SessionTable
 from softload.store_calls import StoreCalls
@@ -40,6 +44,7 @@ class Reader:
         health: told what endpoints and keys turn out to be.
         counters: told what was read.
         spawn: starts a task of the loader's.
+        log: of single objects.
     """
 
     def __init__(
@@ -51,6 +56,7 @@ class Reader:
         counters: Counters,
         config: LoaderConfig,
         spawn: Callable[[Callable[[], Coroutine[Any, Any, None]]], None],
+        log: RequestLog,
         *,
         clock: Clock = time.monotonic,
     ) -> None:
@@ -60,6 +66,7 @@ class Reader:
         self._counters = counters
         self._config = config
         self._spawn = spawn
+        self._log = log
         self._clock = clock
         self._table = FetchTable()
         self._health = ReadHealth(health, counters)
@@ -86,6 +93,11 @@ class Reader:
     def split(self, fetch: Fetch) -> list[Fetch]:
         """A fetch for each object, with all that holds for the one that brought them; whoever wants it is told."""
         return self._table.split(fetch, range(fetch.count + 1))
+
+    @property
+    def costs(self) -> CostModel:
+        """What reads have cost so far."""
+        return self._health.costs
 
     def join(self, fetch: Fetch, listener: FetchListener) -> None:
         """Want a fetch; `leave` must follow."""
@@ -173,7 +185,7 @@ class Reader:
 
     def expire(self) -> None:
         """Free kept bytes whose time is over."""
-        for fetch in self._table.take_expired(self._clock()):
+        for fetch in self._table.take_expired(self._clock):
             self._free(fetch)
 
     @property
@@ -206,6 +218,7 @@ class Reader:
                 priority=turn.tag,
                 kind=endpoint,
             )
+            native.label = call.label
             call.native = native
             try:
                 self.group.submit(native)
@@ -239,7 +252,13 @@ class Reader:
             answer = found.get(id(part.fetch.session), PageStatus.LOADED)  # none: freed meanwhile
             if answer is not PageStatus.LOADED:
                 self.fail([part], answer)
-        self._submit([part for part in held if part.state is PartState.QUEUED], turn, ranged=True)
+        # Calls of their own: the first layers of all objects do not wait for any byte of later ones.
+        queued = [
+            (part.layers.start, part) for part in held if part.state is PartState.QUEUED and part.layers is not None
+        ]
+        queued.sort(key=lambda each: each[0])
+        for _, same in groupby(queued, key=lambda each: each[0]):
+            self._submit([part for _, part in same], turn, ranged=True)
 
     def _prepare(self, call: ReadCall) -> bool:
         """On the loop, right before a thread gets the call: what nobody wants any more is not read."""
@@ -259,6 +278,7 @@ class Reader:
             part.fetch.segment.state = SegmentState.IN_FLIGHT
         if live:
             call.live, call.relied_on = live, set(live)
+            call.running = self.group.running + 1
             self._health.expect(call)
             self._seconds.watch(call)
         return bool(live)
@@ -266,13 +286,12 @@ class Reader:
     # -- back on the loop
 
     def _returned(self, call: ReadCall) -> None:
-        native = call.native
-        assert native is not None
+        assert (native := call.native) is not None
         self._seconds.returned(call)
         answers = native.value or ReadAnswers([PageStatus.MALFORMED] * sum(part.fetch.count for part in call.live))
         if native.error is not None and not isinstance(native.error, RefusedError):
-            _log.error(events.STORE_RAISED, error=repr(native.error))
-        self._health.record(call, answers.statuses)
+            self._log.tell(_log.error, events.STORE_RAISED, error=repr(native.error))
+        self._health.record(call, answers.statuses, running=self.group.running + 1)
         again: list[Part] = []
         landed: dict[FetchListener, None] = {}
         place, left = 0, list(reversed(call.live))
@@ -390,9 +409,7 @@ class Reader:
         if not fetch.tailed:
             return
         self._counters.removed_corrupt += 1
-        _log.warning(events.OBJECT_REMOVED, key=fetch.key)
+        self._log.tell(_log.warning, events.OBJECT_REMOVED, key=fetch.key)
         key = fetch.key
-        try:
+        with suppress(RefusedError):
             self._removals.submit(NativeCall(lambda: self._calls.remove([key], force=True), lambda _: None))
-        except RefusedError:
-            return

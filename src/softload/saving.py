@@ -22,6 +22,7 @@ from softload.native_calls import NativeCall, RefusedError
 from softload.outcomes import PageSave, PageStatus, SaveOutcome, SaveReport, SaveStatus
 from softload.planning import Column, check_distinct, unit_parts
 from softload.puts import put
+from softload.request_log import RequestLog
 from softload.transfer import Fence, TransferUnit
 
 __all__ = ["Saver"]
@@ -71,8 +72,11 @@ class _EngineError(Exception):
 class _Staging:
     """Tells the engine once per unit that its slots are its own again."""
 
-    def __init__(self, units: Sequence[TransferUnit], staged: Callable[[TransferUnit], object]) -> None:
+    def __init__(
+        self, units: Sequence[TransferUnit], staged: Callable[[TransferUnit], object], log: RequestLog
+    ) -> None:
         self._staged = staged
+        self._log = log
         self._untold = {unit.request_id: unit for unit in units}
 
     def tell(self, request_id: str) -> None:
@@ -81,7 +85,7 @@ class _Staging:
             try:
                 self._staged(unit)
             except Exception:  # the engine's own fault: the save goes on
-                _log.exception(events.STAGED_RAISED, request_id=request_id)
+                self._log.tell(_log.exception, events.STAGED_RAISED, request_id=request_id)
 
     def tell_all(self) -> None:
         for request_id in list(self._untold):
@@ -111,7 +115,7 @@ class Saver:
     ) -> SaveReport:
         """See `PageLoader.save`."""
         check_distinct(units)
-        staging = _Staging(units, staged)
+        staging = _Staging(units, staged, self._context.log)
         ended = anyio.Event()
         self._running.add(ended)
         try:
@@ -226,7 +230,9 @@ class Saver:
         skipped = [item for item in objects if item.status in (SaveStatus.SHED, SaveStatus.STORE_FULL)]
         if skipped:
             status = skipped[0].status
-            context.log.info(_log, events.SAVE_SKIPPED, request_id=unit.request_id, objects=len(skipped), status=status)
+            context.log.tell(
+                _log.info, events.SAVE_SKIPPED, request_id=unit.request_id, objects=len(skipped), status=status
+            )
 
     async def _wait_for_engine(self, request_id: str, fence: Fence) -> None:
         try:
@@ -234,7 +240,7 @@ class Saver:
         except RefusedError:
             raise
         except Exception as error:  # the engine's own fault: it costs this save
-            _log.error(events.FENCE_RAISED, request_id=request_id, error=repr(error))
+            self._context.log.tell(_log.error, events.FENCE_RAISED, request_id=request_id, error=repr(error))
             raise _EngineError from error
 
     def _batches(self, objects: Sequence[_Object]) -> Iterable[list[_Object]]:
@@ -304,7 +310,7 @@ class Saver:
             except RefusedError:
                 raise
             except Exception as error:  # out of memory, an accelerator's fault
-                _log.error(events.COPY_FAILED, objects=len(tails), error=repr(error))
+                self._context.log.tell(_log.error, events.COPY_FAILED, objects=len(tails), error=repr(error))
                 raise _EngineError from error
 
     async def _write(self, batch: Sequence[_Object], segments: Sequence[Segment]) -> None:

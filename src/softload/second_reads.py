@@ -97,6 +97,11 @@ class SecondReads:
         """A call starts: be woken when it is overdue."""
         loop = asyncio.get_running_loop()
         call.alarm = loop.call_later(call.due_seconds, self._overdue, call, context=callback_context())
+        for part in call.live if self._out else ():
+            relay = part.fetch.issuer
+            if isinstance(relay, _Relay) and not relay.is_reading:  # not when it was queued: it may have been refused
+                relay.is_reading = True
+                self._counters.second_reads += 1
 
     @staticmethod
     def returned(call: ReadCall) -> None:
@@ -180,7 +185,6 @@ class SecondReads:
             )
             relay.second.has_second = True
             self._begin(relay)
-            self._counters.second_reads += 1
             parts += relay.second.parts
         self._reads.read(parts, Turn(call.turn.suspects))
 
@@ -215,6 +219,8 @@ class _Relay:
     first: Fetch
     second: Fetch
     first_failure: PageStatus | None = None
+    is_reading: bool = False
+    """Whether a call for the second read, which this one had read, has started."""
 
     def served(self) -> list[FetchListener]:
         """Who gets the second read's bytes: all who still wait once the first has failed."""

@@ -1,15 +1,21 @@
 """Counted sessions for ranged reads.
 
 The store keeps one session per key and process, without a count: whoever ends it ends it for all. So loads share them
-here. Per key, a start and an end never overlap; an end never waits behind another key's start; a start that takes long
-makes the master suspect, and then live sessions are not started again, because a failed start erases them.
+here. An end never waits behind another key's start; a start that takes long makes the master suspect, and then live
+sessions are not started again, because a failed start erases them.
+
+A start that does not come back takes nobody along: what is new is started once more, and whichever comes first counts;
+what was open before is used for as long as its lease lasts. Otherwise a start and an end of one key never overlap; what
+a late start leaves in the store is ended when it returns.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -25,6 +31,8 @@ __all__ = ["Session", "SessionState", "SessionStatistics", "SessionTable"]
 
 _MAX_STARTS = 2
 _SLOW_START = 0.1
+_LATE_START = 0.25
+"""Seconds after which a start is not relied on any more; it takes a millisecond."""
 
 _MAX_IN_VAIN = 2
 """Renewals without a read between them: where reads queue for longer than a lease lasts, no renewal helps."""
@@ -50,6 +58,8 @@ class Session:
     started_at: float = 0.0
     in_vain: int = 0
     """Reads that were put off for a renewal since the last one that went out."""
+    ends_again: bool = False
+    """ENDING: a late start may have come after the end."""
     changed: anyio.Event = field(default_factory=anyio.Event)
 
     def become(self, state: SessionState) -> None:
@@ -57,6 +67,19 @@ class Session:
         self.state = state
         self.changed.set()
         self.changed = anyio.Event()
+
+
+@dataclass(slots=True, eq=False)
+class _Start:
+    """Sessions that are started together, in one call or two; `answers` are complete once it is `done`."""
+
+    sessions: Sequence[Session]
+    is_new: bool
+    was_lost: bool
+    answers: dict[str, Session | PageStatus] = field(default_factory=dict)
+    calls: list[NativeCall[list[PageStatus]]] = field(default_factory=list)
+    """Those that are out."""
+    done: anyio.Event = field(default_factory=anyio.Event)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +143,7 @@ class SessionTable:
             while pending:
                 new = [key for key in pending if key not in self._sessions]
                 if new:
-                    answers.update(await self._start([Session(key, 1, self._epoch) for key in new]))
+                    answers.update(await self._start_new([Session(key, 1, self._epoch) for key in new]))
                     pending = [key for key in pending if key not in answers]
                     continue
                 busy = None
@@ -180,7 +203,7 @@ class SessionTable:
         # A failed start erases the live session, so nothing is risked while the master does not answer.
         if again and not self.master_suspect:
             self._restarted += len(again)
-            await self._start(again)
+            await self._start_again(again)
         for session in sessions:
             if session.state is SessionState.STARTING:
                 await session.changed.wait()
@@ -217,47 +240,97 @@ class SessionTable:
         """Whether less than a third of its lease is left."""
         return session.started_at < self._clock() - self._ttl * 2 / 3
 
-    async def _start(self, sessions: list[Session]) -> dict[str, Session | PageStatus]:
-        keys = [session.key for session in sessions]
-        fresh = {session for session in sessions if session.state is SessionState.STARTING}
-        answers: dict[str, Session | PageStatus] = {}
-        done = anyio.Event()
-        was_lost = self._health.master_lost
+    async def _start_new(self, sessions: list[Session]) -> dict[str, Session | PageStatus]:
+        start = _Start(sessions, is_new=True, was_lost=self._health.master_lost)
+        try:
+            first = self._ask(start)
+        except RefusedError:
+            self._not_started(start)
+            return {session.key: PageStatus.SHED for session in sessions}
+        is_second_due = True
+        try:
+            while not start.done.is_set():
+                with anyio.move_on_after(_LATE_START):
+                    await start.done.wait()
+                if is_second_due and not start.done.is_set() and first.elapsed() > _SLOW_START:
+                    is_second_due = False
+                    with suppress(RefusedError):
+                        self._ask(start)
+        finally:
+            if not start.done.is_set():
+                for session in sessions:
+                    session.holders -= 1
+            self._give_up(start)
+        return start.answers
 
-        def returned(call: NativeCall[list[PageStatus]]) -> None:
-            self._out.discard(call)
-            statuses = call.value or [PageStatus.MALFORMED] * len(sessions)
-            self._health.record_master(statuses)
-            if was_lost:  # asked after the outage began and answered: these come from the master that is back
-                for session in fresh:
-                    session.epoch = self._epoch
-            for session, status in zip(sessions, statuses, strict=True):
-                answers[session.key] = self._started(session, status, new=session in fresh)
-            self._end([session for session in sessions if not session.holders and session.state is SessionState.OPEN])
-            done.set()
+    async def _start_again(self, sessions: list[Session]) -> None:
+        start = _Start(sessions, is_new=False, was_lost=self._health.master_lost)
+        try:
+            self._ask(start)
+            with anyio.move_on_after(_LATE_START):
+                await start.done.wait()
+        except RefusedError:
+            self._not_started(start)
+        finally:
+            self._give_up(start)
+            self._not_started(start)
 
-        call = NativeCall(lambda: self._calls.session_start(keys), returned)
-        for session in sessions:
+    def _ask(self, start: _Start) -> NativeCall[list[PageStatus]]:
+        """Submit a call that starts them.
+
+        Raises:
+            RefusedError: there is no thread for it.
+        """
+        keys = [session.key for session in start.sessions]
+        call = NativeCall(
+            lambda: self._calls.session_start(keys),
+            lambda call: self._returned(start, call),
+        )
+        for session in start.sessions:
             self._sessions[session.key] = session
             session.state = SessionState.STARTING
-        try:
-            self._starts.submit(call)
-        except RefusedError:
-            self._not_started(sessions, fresh)
-            return dict.fromkeys(keys, PageStatus.SHED)
+        self._starts.submit(call)
         self._out.add(call)
-        try:
-            await done.wait()
-        finally:
-            if not call.finished:
-                for session in fresh:
-                    session.holders -= 1
-                if call.withdraw():
-                    self._out.discard(call)
-                    self._not_started(sessions, fresh)
-                else:
-                    call.abandon()
-        return answers
+        start.calls.append(call)
+        return call
+
+    def _give_up(self, start: _Start) -> None:
+        """Nobody waits for its calls any more."""
+        for call in list(start.calls):
+            if call.withdraw():
+                self._out.discard(call)
+                start.calls.remove(call)
+            else:
+                call.abandon()
+        if not start.calls:
+            self._not_started(start)
+
+    def _returned(self, start: _Start, call: NativeCall[list[PageStatus]]) -> None:
+        self._out.discard(call)
+        start.calls.remove(call)
+        statuses = call.value or [PageStatus.MALFORMED] * len(start.sessions)
+        self._health.record_master(statuses)
+        for session, status in zip(start.sessions, statuses, strict=True):
+            if start.was_lost and start.is_new:
+                session.epoch = self._epoch  # asked after the outage began and answered: from the master that is back
+            live = self._sessions.get(session.key)
+            if live is session and session.state is SessionState.STARTING:
+                start.answers[session.key] = self._started(session, status, new=start.is_new)
+            elif status is PageStatus.LOADED:
+                self._came_late(session.key, live)
+            elif live is not None:
+                live.started_at = -math.inf  # a failed start erases the live session: start it before it is read
+        self._end_unheld_of(start.sessions)
+        start.done.set()
+
+    def _came_late(self, key: str, live: Session | None) -> None:
+        """The store has a session from a start that was not relied on any more."""
+        if live is None:
+            self._opened += 1
+            self._sessions[key] = live = Session(key, 0, self._epoch, SessionState.OPEN)
+            self._end([live])
+        elif live.state is SessionState.ENDING:
+            live.ends_again = True
 
     def _started(self, session: Session, status: PageStatus, *, new: bool) -> Session | PageStatus:
         if status is not PageStatus.LOADED:
@@ -269,14 +342,15 @@ class SessionTable:
         session.become(SessionState.OPEN)
         return session
 
-    def _not_started(self, sessions: Sequence[Session], fresh: Collection[Session]) -> None:
-        """The store was not asked: those that were open before still are."""
-        for session in sessions:
-            if session in fresh:
-                self._drop(session, opened=False)
-            else:
-                session.become(SessionState.OPEN)
-        self._end([session for session in sessions if not session.holders and session.state is SessionState.OPEN])
+    def _not_started(self, start: _Start) -> None:
+        """The store was not asked, or does not answer: those that were open before still are."""
+        for session in start.sessions:
+            if session.state is SessionState.STARTING:
+                if start.is_new:
+                    self._drop(session, opened=False)
+                else:
+                    session.become(SessionState.OPEN)
+        self._end_unheld_of(start.sessions)
 
     def _drop(self, session: Session, *, opened: bool) -> None:
         if opened:
@@ -289,7 +363,10 @@ class SessionTable:
 
     def _end_unheld(self) -> None:
         unheld, self._unheld = self._unheld, []
-        self._end([session for session in unheld if not session.holders and session.state is SessionState.OPEN])
+        self._end_unheld_of(unheld)
+
+    def _end_unheld_of(self, sessions: Iterable[Session]) -> None:
+        self._end([session for session in sessions if not session.holders and session.state is SessionState.OPEN])
 
     def _end(self, sessions: Sequence[Session]) -> None:
         if not sessions:
@@ -298,8 +375,13 @@ class SessionTable:
             session.become(SessionState.ENDING)
 
         def returned(_: NativeCall[None]) -> None:
+            again = [session for session in sessions if session.ends_again]
             for session in sessions:
-                self._drop(session, opened=True)
+                if session in again:
+                    session.ends_again = False
+                else:
+                    self._drop(session, opened=True)
+            self._end(again)
 
         keys = [session.key for session in sessions]
         try:

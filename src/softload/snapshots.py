@@ -53,7 +53,9 @@ def snapshot(context: Context) -> Statistics:
         queued_calls=sum(group.queued for group in groups),
         refused_calls=sum(group.refused for group in groups),
         open_breakers=health.open_breakers,
+        known_endpoints=health.known_endpoints,
         negative_keys=health.negative_keys,
+        promised_keys=len(context.promised),
         suppressed_requests=health.suppressed_requests,
         dropped_log_lines=context.log.dropped,
     )

@@ -20,6 +20,7 @@ import structlog
 from softload import events
 from softload.outcomes import PageStatus
 from softload.protocols import Descriptor, PageStore, PutRefusal
+from softload.request_log import tell
 
 __all__ = ["StoreCalls"]
 
@@ -156,11 +157,11 @@ class StoreCalls:
     def _warn(self, method: Callable[..., Any], *, expected: object, got: str) -> None:
         name = _name(method)
         if self._may_tell(name):
-            _log.warning(events.STORE_MALFORMED, method=name, expected=expected, got=got)
+            tell(_log.warning, events.STORE_MALFORMED, method=name, expected=expected, got=got)
 
     def _raised(self, name: str) -> None:
         if self._may_tell(name):
-            _log.exception(events.STORE_RAISED, method=name)
+            tell(_log.exception, events.STORE_RAISED, method=name)
 
     def _may_tell(self, name: str) -> bool:
         now = time.monotonic()

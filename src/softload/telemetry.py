@@ -56,7 +56,9 @@ class Statistics:
         second_reads: objects that were read again because the read that somebody had joined was late.
         shared_objects: objects that were wanted again while they were here or on their way, and not read again.
         open_breakers: endpoints, and the master, to which nothing is sent.
+        known_endpoints: endpoints whose outcomes are remembered, 4,096 at most.
         negative_keys: keys in the negative cache.
+        promised_keys: keys that lookups found, 65,536 at most: one that is gone at admission is a refuted hit.
         suppressed_requests: requests whose lookups are answered 0 until they are computed.
         dropped_log_lines: lines about single requests that were not written: 50 a second of each event are.
     """
@@ -95,6 +97,8 @@ class Statistics:
     queued_calls: int
     refused_calls: int
     open_breakers: tuple[str, ...]
+    known_endpoints: int
     negative_keys: int
+    promised_keys: int
     suppressed_requests: int
     dropped_log_lines: int

@@ -58,7 +58,9 @@ class UnitCopies:
         except RefusedError:
             return PageStatus.SHED
         except Exception as error:  # the engine's own fault: it costs this unit, not the loader
-            _log.error(events.FENCE_RAISED, request_id=self._wants.request_id, error=repr(error))
+            self._context.log.tell(
+                _log.error, events.FENCE_RAISED, request_id=self._wants.request_id, error=repr(error)
+            )
             return PageStatus.CANCELLED
         self._fence = None
         return None
@@ -106,7 +108,9 @@ class UnitCopies:
                     returned = anyio.Event()
                     await returned.wait()
         if errors:
-            _log.error(events.COPY_FAILED, request_id=self._wants.request_id, error=repr(errors[0]))
+            self._context.log.tell(
+                _log.error, events.COPY_FAILED, request_id=self._wants.request_id, error=repr(errors[0])
+            )
         return not errors
 
     async def run_chunk(self, chunk: Sequence[Copy]) -> bool:
@@ -167,6 +171,9 @@ class UnitCopies:
         for component in self._wants.draft if self._wants.draft_is_packed else ():
             assert component.rows is not None
             self._context.slots.lack_draft(component.pool, component.rows[drafted:restored])
+
+    def _failed(self, event: str, error: Exception) -> None:
+        self._context.log.tell(_log.error, event, request_id=self._wants.request_id, error=repr(error))
 
     def _move_slots(self, state: SlotState) -> None:
         for component in self._wants.own_components():

@@ -7,15 +7,16 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Protocol
 
-from softload.config import Layout, ReadMode
+from softload.config import Layout
 from softload.context import Context
 from softload.fetches import Fetch, FetchListener, Part, Turn, leaves
-from softload.geometry.layout import layer_groups, ranges_of
+from softload.geometry.layout import ranges_of
 from softload.grants import Grant
 from softload.landing import Segment, Share
 from softload.outcomes import PageStatus
 from softload.planning import Column, alike
 from softload.protocols import Descriptor
+from softload.read_choice import parts_to_read
 from softload.unit_holdings import UnitHoldings
 from softload.unit_pages import UnitPages, Wanted
 
@@ -40,19 +41,25 @@ class UnitFetches:
         pages: what the unit wants; told what cannot be had.
         listener: told when a fetch changes.
         share: whose landing memory it uses.
+        layer_seconds: what the forward takes for a layer, as far as the engine says.
     """
 
-    def __init__(self, context: Context, pages: UnitPages, listener: UnitListener, share: Share) -> None:
+    def __init__(
+        self, context: Context, pages: UnitPages, listener: UnitListener, share: Share, layer_seconds: float = 0.0
+    ) -> None:
         self._context = context
         self._pages = pages
         self._listener = listener
         self._share = share
+        self._layer_seconds = layer_seconds
         self._held = UnitHoldings()
         self._replaced: list[Fetch] = []
         self._spare = Grant()
         self._unplanned: deque[tuple[Column, int]] = deque()
         self._unqueued: list[Part] = []
         self._turn = Turn()
+        self._parts: tuple[range, ...] = ()
+        """The layers of each part that objects are read in; none where they are read whole."""
         self._is_marked = False
         """Whether what was found while joining costs pages, or their draft."""
         self.descriptors: dict[str, Descriptor | None] = {}
@@ -82,7 +89,7 @@ class UnitFetches:
 
         The unit itself asks, between its copies: so it does not copy any more from what was replaced meanwhile.
         """
-        self._leave_replaced()
+        self.leave_replaced()
         for column in columns:
             for _, _, fetch in self._held.spans(column, self._pages.pages_of(column)):
                 if fetch is None or not (fetch.landed if layers is None else fetch.landed_for(layers)):
@@ -117,6 +124,8 @@ class UnitFetches:
             self._join(wanted)
         self._conclude()
         self._spare = Grant(new, segments)
+        waits = None if self._share is Share.PREFETCH else self._layer_seconds
+        self._parts = parts_to_read(self._context, self._pages, self.descriptors, new, waits)
         self._unplanned.extend(
             (column, first)
             for column in self._pages.all_columns()
@@ -137,7 +146,7 @@ class UnitFetches:
         self._unqueued += self._assign(*self._unplanned.popleft())
         if not self._unplanned:
             self._finish_planning()
-        elif not self._is_ranged:  # ranges wait for the rest: first layers of all objects before the last of any
+        elif not self._parts:  # ranges wait for the rest: first layers of all objects before the last of any
             self._queue()
         self._conclude()
         return True
@@ -177,6 +186,11 @@ class UnitFetches:
             self._hold(wanted, new)
             self._replaced.append(old)
 
+    def leave_replaced(self) -> None:
+        """Nothing is copied from what was replaced any more."""
+        while self._replaced:
+            self._context.reader.leave(self._replaced.pop(), self._listener)
+
     def prune(self, *, timed_out: bool = False) -> None:
         """Let go of what the unit's good pages do not need any more."""
         for column in self._held.columns():
@@ -209,7 +223,7 @@ class UnitFetches:
         self._queue()
         for column in self._held.columns():
             self._let_go_column(column, keep=keep)
-        self._leave_replaced()
+        self.leave_replaced()
         self._release_spare()
 
     def _sizes(self) -> dict[str, int]:
@@ -242,7 +256,7 @@ class UnitFetches:
         keys = column.keys[pages.start : pages.stop]
         # The common case, without a look at each: all of them are new, and lie side by side.
         as_one = not (
-            self._is_ranged
+            self._parts
             or not keys
             or self._held.has_any(column, pages)
             or self._context.reader.knows_any(keys)
@@ -279,7 +293,7 @@ class UnitFetches:
             self._listener,
             size=size,
             tailed=config.layout is Layout.GROUPED,
-            ranges=self._ranges(column, size) if self._is_ranged else (),
+            ranges=self._ranges(column, size) if self._parts else (),
         )
         parts += fetch.parts
         self.bytes_read += size * fetch.count
@@ -312,10 +326,6 @@ class UnitFetches:
         self._context.counters.shared_objects += end - first
         self._hold(Wanted(column, page), reader.piece(fetch, first, end))
         return end - first
-
-    def _leave_replaced(self) -> None:
-        while self._replaced:
-            self._context.reader.leave(self._replaced.pop(), self._listener)
 
     def _release_spare(self) -> None:
         """Give back what was granted for objects that somebody else brought, or that nobody needs any more."""
@@ -360,20 +370,15 @@ class UnitFetches:
         elif self._pages.draft_rides and size < spec.size:
             self._pages.mark_without_draft(wanted.column, wanted.page)
 
-    @property
-    def _is_ranged(self) -> bool:
-        config = self._context.config
-        return config.layout is Layout.PAGE and config.read_mode is ReadMode.RANGES
-
     def _ranges(self, column: Column, size: int) -> list[tuple[range, list[tuple[int, int]]]]:
+        spec, parts = column.spec, self._parts
+        if spec.layers[-1] >= parts[-1].stop:  # a draft of its own may have more layers than the target
+            parts = (*parts, range(parts[-1].stop, spec.layers[-1] + 1))
         found = []
-        # A draft of its own may have more layers than the target.
-        for layers in layer_groups(max(self._context.pools.num_layers, column.spec.layers[-1] + 1)):
+        for layers in parts:
             # A range past the end of an object without the packed draft would fail the whole key.
             pairs = [
-                (offset, min(nbytes, size - offset))
-                for offset, nbytes in ranges_of(column.spec, layers)
-                if offset < size
+                (offset, min(nbytes, size - offset)) for offset, nbytes in ranges_of(spec, layers) if offset < size
             ]
             if pairs:
                 found.append((layers, pairs))

@@ -25,9 +25,16 @@ from softload.replay.options import AdmissionMode, ReplayOptions
 from softload.replay.runner import ZEROS, replay
 from softload.replay.shapes import DraftKind
 
-STORE = "mooncake://embedded?segment=128MiB&owners=3&client_ttl=2s&lease=1s&high_watermark=0.9"
-CALLS = ("evict=0.02", "remove=0.02", "late=0.05", "slow=0.02:0.1", "corrupt=0.01", "draft-loss=0.02")
+STORE = "mooncake://embedded?segment=384MiB&owners=3&client_ttl=2s&lease=1s&high_watermark=0.9"
+CALLS = (
+    "evict=0.002", "remove=0.002", "late=0.02", "slow=0.02:0.1", "corrupt=0.002", "draft-loss=0.005", "malformed=0.01"
+)  # fmt: skip
+"""Of objects mostly, of which a page has several: rare enough for long prefixes to be restored between them."""
+
 REQUESTS_A_SECOND = 8
+KINDS = {"freeze-owner": 4, "kill-owner": 2, "freeze-master": 3, "kill-master": 1, "restart-master": 1}
+"""Faults of processes, by how often they come: a new master knows nothing, and what is not stored is not loaded."""
+
 _WRITE_SECONDS = 62.0
 """A write to an owner that is killed comes back after that long; the end of the soak waits for it."""
 
@@ -35,11 +42,10 @@ _WRITE_SECONDS = 62.0
 def random_faults(seconds: float, seed: int) -> Iterator[str]:
     """One fault of a process every few seconds. Owners are killed while there is time for their calls to return."""
     dice = random.Random(seed)
-    kinds = ["freeze-owner", "kill-owner", "freeze-master", "kill-master", "restart-master"]
     at = 2.0
     yield f"kill-owner@{at}:1"
     while (at := at + dice.uniform(3.0, 6.0)) < seconds - 6.0:
-        kind = dice.choice(kinds)
+        (kind,) = dice.choices(list(KINDS), list(KINDS.values()))
         if kind == "kill-owner" and at > max(6.0, seconds - _WRITE_SECONDS):
             kind = "freeze-owner"
         lasts = "" if kind == "restart-master" else f":{dice.uniform(0.2, 2.5):.2f}"

@@ -121,3 +121,51 @@ async def test_memory_that_hangs_in_registration_holds_nothing_else_up(monkeypat
         assert hanging.held("register") == 1, "it was closed while the call was out"
     finally:
         hanging.release()
+
+
+async def test_memory_that_a_late_call_gives_back_while_the_loader_closes_is_unregistered_once(
+    quick_close: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It makes fresh memory surplus, which is being unregistered just then."""
+
+    class Registry(WrapperStore):
+        def __init__(self, inner: HangingStore) -> None:
+            super().__init__(inner)
+            self.registered: list[int] = []
+            self.unregistered: list[int] = []
+
+        def register(self, pointer: int, nbytes: int) -> bool:
+            self.registered.append(pointer)
+            return super().register(pointer, nbytes)
+
+        def unregister(self, pointer: int) -> None:
+            self.unregistered.append(pointer)
+            super().unregister(pointer)
+
+    monkeypatch.setattr(loader_module, "_HOUSEKEEPING_SECONDS", 0.01)
+    pools = make_pools()
+    hanging = HangingStore(store())
+    registry = Registry(hanging)
+    try:
+        async with anyio.create_task_group() as tasks:
+            async with PageLoader(registry, pools.group, config=config()) as loader:
+                await put(loader, pools, keys(3))
+                hanging.hold("read")
+                await load(loader, pools.unit("a", keys(3), range(3), deadline=0.1))
+                await eventually(lambda: loader.statistics().replaced_bytes > 0)
+                landing = loader._context.landing
+                hanging.hold("unregister")
+                monkeypatch.setattr(loader_module, "_CLOSE_SECONDS", 1.0)
+
+                async def late_call_returns() -> None:
+                    await arrived(hanging, "unregister")
+                    hanging.release("read")
+                    await eventually(lambda: not landing.quarantined())
+                    hanging.release("unregister")
+
+                tasks.start_soon(late_call_returns)
+    finally:
+        hanging.release()
+    assert len(registry.registered) == 2
+    assert len(registry.unregistered) == len(set(registry.unregistered))
+    assert set(registry.unregistered) <= set(registry.registered)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -415,6 +417,69 @@ async def test_without_memory_for_it_there_is_no_second_read() -> None:
             hanging.release()
             await loads.ended("first", "joiner")
         pools.assert_restored(keys(10) * 2, range(20))
+        await settle(loader)
+
+
+async def test_a_second_read_that_is_refused_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many threads are stuck as there may be: whoever joined waits for the first read."""
+    monkeypatch.setattr(fetches, "_JOIN_SECONDS", 0.3)
+    async with joined(stuck_threads=0) as it:
+        it.loads.scopes["first"].cancel()  # the call is stuck as soon as nobody relies on it
+        await eventually(lambda: it.loader.statistics().refused_calls == 1)
+        assert it.loader.statistics().stuck_threads == 1
+        assert it.loader.statistics().second_reads == 0
+        it.outer.release()
+        await it.loads.ended("joiner")
+        it.assert_served("joiner")
+        it.outcomes["first"] = it.outcomes["joiner"]
+
+
+async def test_a_prefetch_whose_time_is_up_as_the_second_read_comes_holds_one_of_the_two(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first read, which nobody waits for any more, goes to quarantine at once, and not when the handle ends."""
+    loop = asyncio.get_running_loop()
+    returned = threading.Event()
+    call_soon_threadsafe = loop.call_soon_threadsafe
+    pools = make_pools()
+    inner = HangingStore(store())
+    outer = HangingStore(inner)
+    async with opened(outer, pools, layout="page", read_lanes=2, read_batch_objects=1) as loader:
+        await put(loader, pools, keys(1))
+        async with held_up(loader, pools, outer, "read", 2) as loads:
+            loads.start(pools.unit("first", keys(1), [0], deadline=0.5))
+            await loads.read("first")
+            async with loader.prefetch([pools.unit("next", keys(1), deadline=1.0)]) as prefetch:
+                await eventually(lambda: loader.statistics().shared_objects == 1)
+                inner.hold("read", nth_of(0, "k0"))
+                hold_now(outer, "read", nth_of(0, "k0"))
+                await arrived(inner, "read")
+                await loads.ended("first")
+                deadline = prefetch._runs[0].deadline
+
+                def busy_past_the_deadline() -> None:
+                    while loop.time() < deadline + 0.01:
+                        pass
+
+                def second_read_returns() -> None:
+                    inner.release()
+                    assert returned.wait(10)
+
+                def told(*arguments: Any, **options: Any) -> Any:
+                    handle = call_soon_threadsafe(*arguments, **options)
+                    returned.set()
+                    return handle
+
+                monkeypatch.setattr(loop, "call_soon_threadsafe", told)
+                # In one turn of the loop: what the second read brought is queued, then the time is over.
+                loop.call_at(deadline - 0.05, busy_past_the_deadline)
+                loop.call_at(deadline - 0.001, second_read_returns)
+                await prefetch.landed()
+                now = loader.statistics()
+                assert now.stuck_threads == 1
+                assert now.quarantined_bytes > 0
+                outer.release()
+                await eventually(lambda: not loader.statistics().quarantined_bytes)
         await settle(loader)
 
 

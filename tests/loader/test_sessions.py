@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 import pytest
 
-from softload import PageStatus
+from softload import PageStatus, sessions
 from softload.testing import Fault, FaultKind, FaultyStore, HangingStore, RecordingStore
 
 from .doubles import LyingStore
@@ -24,6 +24,7 @@ from .harness import (
     keys,
     load,
     make_pools,
+    nth_of,
     opened,
     put,
     settle,
@@ -50,8 +51,11 @@ class AnswersSeen(LyingStore):
 
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["held-until-all-wait", "as-they-come"])
-async def test_loads_that_share_pages_start_and_end_each_session_once(at_once: bool) -> None:
+async def test_loads_that_share_pages_start_and_end_each_session_once(
+    at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """32 loads at once share their first 8 pages."""
+    monkeypatch.setattr(sessions, "_LATE_START", 60.0)  # here starts do not hang, they are held
     pools = make_pools(pages=32 * 12 + 48)
     recording = RecordingStore(store())
     seen = AnswersSeen(recording)
@@ -169,6 +173,21 @@ async def test_failed_starts_cut_the_unit_and_end_the_others(status: PageStatus,
         started, ended = set(recording.keys_of("session_start")), Counter(recording.keys_of("session_end"))
         assert set(ended) == {key for key in started if not is_of(*(f"k{page}" for page in bad))(key)}
         assert set(ended.values()) <= {1}
+
+
+async def test_first_layers_wait_for_no_byte_of_later_ones() -> None:
+    """A call brings one part of its objects: layers 0, 1, 2-3, 4."""
+    pools = make_pools()
+    recording = RecordingStore(store())
+    async with opened(recording, pools, **RANGES, read_lanes=1) as loader:
+        await put(loader, pools, keys(4))
+        recording.clear()
+        assert_outcome((await load(loader, pools.unit("a", keys(4), range(4))))["a"], 4)
+        calls = [call.keys for call in recording.calls if call.method == "read_ranges"]
+        assert (
+            [len(set(object_keys)) for object_keys in calls] == [len(object_keys) for object_keys in calls] == [4] * 4
+        )
+        await settle(loader)
 
 
 async def test_no_memory_replica_gets_a_whole_read() -> None:
@@ -334,3 +353,29 @@ async def test_a_master_lost_in_mid_load_is_told_by_the_proof_of_a_read() -> Non
         assert now.sessions_restarted == 0
         assert now.open_breakers == ("master",)
         await settle(loader)
+
+
+async def test_a_session_start_that_hangs_takes_no_load_along() -> None:
+    """The load that asked for it and one that wants the same page have it started once more."""
+    pools = make_pools()
+    recording = RecordingStore(store())
+    hanging = HangingStore(recording)
+    async with opened(hanging, pools, **RANGES) as loader:
+        await put(loader, pools, keys(3))
+        hanging.hold("session_start", nth_of(0, *keys(3)))
+        async with anyio.create_task_group() as tasks:
+
+            async def one(name: str, first: int) -> None:
+                assert_outcome((await load(loader, pools.unit(name, keys(3), range(first, first + 3))))[name], 3)
+
+            with anyio.fail_after(10):
+                tasks.start_soon(one, "a", 0)
+                await arrived(hanging, "session_start")
+                tasks.start_soon(one, "b", 3)
+        pools.assert_restored(keys(3) * 2, range(6))
+        assert hanging.held("session_start") == 1
+        assert loader.statistics().stuck_threads == 1
+        hanging.release()
+        await eventually(lambda: not loader.statistics().stuck_threads)
+        await settle(loader)
+    assert Counter(recording.keys_of("session_start")) == Counter(recording.keys_of("session_end"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tomllib
 from importlib import metadata
 from pathlib import Path
 
@@ -166,14 +167,32 @@ def test_as_a_module(command: list[str]) -> None:
     assert result.returncode == (0 if len(command) > 2 else 2)
 
 
+def test_as_the_installed_command() -> None:
+    command = [sys.executable, "-c", _console_script(), "shapes"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "glm-5.2" in result.stdout
+
+
 def test_version() -> None:
     result = invoke.invoke(app, ["--version"])
     assert result.exit_code == 0
     assert result.output == f"softload {metadata.version('softload')}\n"
 
 
-def test_without_the_packages_of_the_command_line() -> None:
-    code = "import sys; sys.modules['typer'] = None; import runpy; runpy.run_module('softload', run_name='__main__')"
+def _console_script() -> str:
+    """What the installed command imports and calls."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    module, _, function = project["project"]["scripts"]["softload"].partition(":")
+    return f"from {module} import {function}; {function}()"
+
+
+_MODULE = "import runpy; runpy.run_module('softload', run_name='__main__')"
+
+
+@pytest.mark.parametrize("run", [_MODULE, _console_script()], ids=["-m", "softload"])
+def test_without_the_packages_of_the_command_line(run: str) -> None:
+    code = f"import sys; sys.modules['typer'] = None; {run}"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 1
     assert result.stderr == (

@@ -18,6 +18,16 @@ def test_percentiles_in_milliseconds() -> None:
     assert Samples().milliseconds(50) == {"p50": 0.0, "max": 0.0}
 
 
+def test_a_long_run_keeps_a_bounded_number_of_samples_and_the_largest() -> None:
+    samples = Samples(most=64)
+    for number in range(10_000):
+        samples.add(9.0 if number == 4321 else number / 1e4)
+    assert len(samples) == 10_000
+    assert 32 <= len(samples._seconds) <= 64
+    assert samples.milliseconds(50) == {"p50": pytest.approx(500.0, abs=20.0), "max": 9000.0}
+    assert samples.milliseconds() == {"max": 9000.0}
+
+
 def test_overlapping_time_counts_once() -> None:
     active = ActiveTime()
     with active:

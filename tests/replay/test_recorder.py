@@ -70,6 +70,22 @@ def test_a_timeline_has_lanes_and_loads_in_their_order(tmp_path: Path, admission
     assert "admission" in names and ("layer 3" in names) == (admission == "stream")
 
 
+def test_reads_of_what_was_read_before_are_marked(tmp_path: Path) -> None:
+    file = tmp_path / "timeline.json"
+    replayed("--timeline", str(file), "--integrity", "full", "--fault", "corrupt=0.1")
+    trace = json.loads(file.read_text())
+    marks = [event for event in trace["traceEvents"] if event["ph"] == "i" and event["name"] == "retry"]
+    assert marks
+    reads = {
+        (event["tid"], event["ts"])
+        for name, track in events_of(trace, "lanes").items()
+        if name.startswith("read ")
+        for event in track
+        if event["name"] == "retry"
+    }
+    assert {(mark["tid"], mark["ts"]) for mark in marks} == reads
+
+
 def test_what_is_remembered_is_bounded() -> None:
     recorder = Recorder(most_loads=1, most_calls=2)
     for number in range(3):

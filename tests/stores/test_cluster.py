@@ -76,6 +76,26 @@ def pids(cluster: MooncakeCluster) -> list[int]:
     return [cluster.master.pid, *(owner.pid for owner in cluster.owners)]
 
 
+def test_an_open_session_reads_whatever_has_the_memory_of_an_object_that_was_removed(
+    store: EmbeddedMooncakeStore, buffer: Buffer
+) -> None:
+    """With full counts and other bytes: this is why what was read in ranges is checked."""
+    buffer.array[:] = 1
+    assert put(store, buffer, KEYS) == [0] * len(KEYS)
+    assert list(store.session_start(KEYS)) == [0] * len(KEYS)
+    assert list(store.remove(KEYS, force=True)) == [0] * len(KEYS)
+    buffer.array[:] = 2
+    for turn in range(4):  # the allocator takes other places first
+        put(store, buffer, [f"other{turn}_{index}" for index in range(len(KEYS))])
+    foreign = 0
+    for key in KEYS:
+        buffer.array[:] = 0
+        assert list(store.read_ranges([key], [[buffer.pointer]], [[SIZE]], [[0]])) == [SIZE]
+        foreign += bool((buffer.array == 2).all())
+    assert foreign
+    store.session_end(KEYS)
+
+
 def test_memory_belongs_to_the_owners(store: EmbeddedMooncakeStore, buffer: Buffer) -> None:
     assert put(store, buffer, KEYS) == [0] * len(KEYS)
     assert len(by_endpoint(store, KEYS)) == 2

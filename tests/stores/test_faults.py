@@ -56,6 +56,10 @@ def read(store: PageStore, keys: list[str] = KEYS) -> tuple[list[object], list[b
         ("freeze-owner@3:2", Fault(FaultKind.FREEZE_OWNER, seconds=3.0, lasts=2.0)),
         ("freeze-master@admission", Fault(FaultKind.FREEZE_MASTER, moment=Moment.ADMISSION)),
         ("kill-master@1:5", Fault(FaultKind.KILL_MASTER, seconds=1.0, lasts=5.0)),
+        ("malformed=0.1", Fault(FaultKind.MALFORMED, probability=0.1)),
+        ("part-owner@read:10", Fault(FaultKind.PART_OWNER, moment=Moment.READ, lasts=10.0)),
+        ("part-master@3", Fault(FaultKind.PART_MASTER, seconds=3.0)),
+        ("kill-loader@read", Fault(FaultKind.KILL_LOADER, moment=Moment.READ)),
         ("restart-master@2.5", Fault(FaultKind.RESTART_MASTER, seconds=2.5)),
     ],
 )
@@ -77,6 +81,7 @@ def test_parsing(text: str, fault: Fault) -> None:
         ("kill-owner@sunset", "expected kill-owner@SECONDS"),
         ("freeze-master@3:", "expected freeze-master@SECONDS"),
         ("restart-master@3:5", "expected restart-master@SECONDS"),
+        ("kill-loader@3:5", "expected kill-loader@SECONDS"),
         ("", "got ''"),
     ],
 )
@@ -186,6 +191,42 @@ def test_lost_drafts_are_never_found_and_the_target_always() -> None:
     assert 50 < len(lost) < 150
     assert store.touched == lost
     assert all(int(key[1:]) % 2 for key in lost)
+
+
+def test_malformed_answers_miss_in_every_way_what_was_asked_for() -> None:
+    store = faulty("malformed=0.5")
+    fill(store)
+    answers = set()
+    for _ in range(200):
+        try:
+            answers.add(repr(store.descriptors(KEYS[:2])))
+        except RuntimeError:
+            answers.add("raised")
+    assert repr(store.inner.descriptors(KEYS[:2])) in answers
+    assert len(answers) == 9
+    assert store.touched_by[FaultKind.MALFORMED] == set(KEYS[:2])
+    assert list(store.exists([])) == []
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_call_that_asks_or_reads_is_malformed(seed: int) -> None:
+    store = faulty("malformed=1", seed=seed)
+    fill(store)
+    target = Buffer(2 * SIZE)
+    pointers = [target.pointer, target.pointer + SIZE]
+    keys = KEYS[:2]
+    calls: list[tuple[Callable[[], object], list[object]]] = [
+        (lambda: store.exists(keys), [True, True]),
+        (lambda: store.session_start(keys), [0, 0]),
+        (lambda: store.read(keys, pointers, [SIZE] * 2), [SIZE] * 2),
+        (lambda: store.read_ranges(keys, [[at] for at in pointers], [[SIZE]] * 2, [[0]] * 2), [SIZE] * 2),
+    ]
+    for call, truth in calls:
+        try:
+            answer = call()
+        except RuntimeError:
+            continue
+        assert type(answer) is not list or [(type(each), each) for each in answer] != [(type(t), t) for t in truth]
 
 
 def test_slow_reads_take_their_time() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from softload.stores import MemoryStore, MooncakeCluster
-from softload.testing import ClusterFaults, Moment, MomentStore, parse_fault
+from softload.testing import ClusterFaults, Moment, MomentStore, cluster_faults, parse_fault
 from softload.testing.store_suite import Buffer
 
 SIZE = 1024
@@ -81,6 +81,12 @@ def test_what_raises_is_raised_once_by_the_store() -> None:
 def test_faults_that_cannot_happen(spec: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ClusterFaults(MooncakeCluster(segment=1 << 24, lease=1.0), [parse_fault(spec)])
+
+
+def test_nothing_is_cut_off_in_a_network_that_others_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_faults, "why_no_partitions", lambda: "the network of the whole machine")
+    with pytest.raises(ValueError, match="part-master: expected .* a network namespace of one's own, got the network"):
+        ClusterFaults(MooncakeCluster(segment=1 << 24, lease=1.0), [parse_fault("part-master@1")])
 
 
 def is_stopped(pid: int) -> bool:

@@ -14,6 +14,7 @@ from softload.errors import LoaderClosedError, StoreSetupError
 from softload.outcomes import PageStatus
 from softload.protocols import Descriptor, PutRefusal
 from softload.stores import MooncakeStore
+from softload.stores.master_contact import MasterContact
 from softload.stores.native_codes import NATIVE_CODES
 from softload.stores.probe import probe_master
 from softload.stores.process_exit import has_left
@@ -251,6 +252,32 @@ def test_an_end_that_failed_is_revoked_before_the_next_put(store: MooncakeStore,
         "batch_put_session_start",
     ]
     store.put_revoke(["a"])
+
+
+def test_ends_that_failed_are_revoked_with_later_puts_of_other_keys(store: MooncakeStore, native: Native) -> None:
+    """A master that was away for a while leaves nothing behind: most of these keys are never put again."""
+    keys = [f"k{index}" for index in range(100)]
+    native.answers.update(
+        batch_put_session_start=lambda keys, _: [0] * len(keys),
+        batch_put_from_multi_buffer_ranges=lambda keys, *_: [10] * len(keys),
+        batch_put_session_end=lambda keys: [-900] * len(keys),
+        batch_put_session_revoke=lambda keys: [-900] * len(keys),
+    )
+    store.put_start(keys, [10] * 100)
+    store.put_write(keys[:90], list(range(1, 91)), [10] * 90)
+    assert set(store.put_end(keys[:90])) == {PageStatus.STORE_UNREACHABLE}
+    store.put_revoke(keys)
+    assert len(store._reservations) == 100
+    store._contact = MasterContact("127.0.0.1:1")  # it is back
+    native.answers["batch_put_session_revoke"] = lambda keys: [0] * len(keys)
+    native.answers["batch_put_session_end"] = lambda keys: [0] * len(keys)
+    for turn in range(2):
+        assert list(store.put_start([f"new{turn}"], [10])) == [0]
+        store.put_write([f"new{turn}"], [1], [10])
+        assert list(store.put_end([f"new{turn}"])) == [0]
+    assert len(store._reservations) == 0
+    revokes = [arguments[0] for name, arguments in native.calls if name == "batch_put_session_revoke"]
+    assert [len(keys) for keys in revokes[-2:]] == [64, 36]
 
 
 def test_registration(store: MooncakeStore, native: Native) -> None:

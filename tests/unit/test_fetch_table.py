@@ -93,8 +93,8 @@ def test_kept_bytes_are_given_back_oldest_first_and_no_more_than_are_asked_for()
     assert [fetch.keys for fetch in table.take_oldest(stride + 1)] == [["k0", "k1"]]
     assert table.kept_bytes == 2 * stride
     assert table.find("k2") is table.find("k3")
-    assert not list(table.take_expired(9.0))
-    assert [fetch.keys for fetch in table.take_expired(10.0)] == [["k2", "k3"]]
+    assert not list(table.take_expired(lambda: 9.0))
+    assert [fetch.keys for fetch in table.take_expired(lambda: 10.0)] == [["k2", "k3"]]
     assert table.kept_bytes == 0
 
 
@@ -102,6 +102,6 @@ def test_pieces_of_what_is_kept_are_kept() -> None:
     table, whole = made(4)
     table.keep(whole, 10.0)
     table.join_kept(table.piece(whole, 1, 2))
-    kept = list(table.take_expired(10.0))
+    kept = list(table.take_expired(lambda: 10.0))
     assert [fetch.keys for fetch in kept] == [["k0"], ["k2", "k3"]]
     assert all(a.segment.offset < b.segment.offset for a, b in pairwise(kept))

@@ -206,7 +206,7 @@ def test_statistics_name_what_is_broken() -> None:
     health.suppress("request")
     statistics = health.statistics()
     assert statistics.open_breakers == ("10.0.0.1", "master")
-    assert (statistics.negative_keys, statistics.suppressed_requests) == (1, 1)
+    assert (statistics.known_endpoints, statistics.negative_keys, statistics.suppressed_requests) == (1, 1, 1)
     health.unsuppress("request")
     assert health.statistics().suppressed_requests == 0
 

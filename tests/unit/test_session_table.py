@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import itertools
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import anyio
@@ -12,7 +13,7 @@ import pytest
 
 from softload import PageStatus
 from softload.health import Health
-from softload.sessions import Session, SessionTable
+from softload.sessions import Session, SessionState, SessionTable
 from softload.store_calls import StoreCalls
 from softload.stores import MemoryStore
 from softload.testing import HangingStore
@@ -116,3 +117,80 @@ async def test_everybody_who_waits_for_the_last_session_to_end_is_told() -> None
                     await anyio.wait_all_tasks_blocked()
                     sessions.release([session])
         await all_ended(sessions, memory)
+
+
+def first_only() -> Callable[[Sequence[str]], bool]:
+    """For `HangingStore.hold`: hold the next call alone."""
+    calls = itertools.count()
+    return lambda _: next(calls) == 0
+
+
+async def test_a_start_that_hangs_takes_nobody_along() -> None:
+    """It is made once more; what it leaves in the store when it returns is ended."""
+    async with table(max_stuck=9) as (sessions, store, memory):
+        store.hold("session_start", first_only())
+        found: list[object] = []
+
+        async def acquire() -> None:
+            found.append((await sessions.acquire(["a"]))["a"])
+
+        with anyio.fail_after(10):
+            async with anyio.create_task_group() as tasks:
+                for _ in range(3):
+                    tasks.start_soon(acquire)
+        (session,) = set(found)
+        assert isinstance(session, Session)
+        assert (session.holders, store.held("session_start")) == (3, 1)
+        sessions.release([session] * 3)
+        await all_ended(sessions, memory)
+        store.release()
+        await until(lambda: sessions.statistics().opened == 2)
+        await all_ended(sessions, memory)
+
+
+async def test_a_late_start_that_returns_while_the_session_is_ended_is_ended_too() -> None:
+    async with table(max_stuck=9) as (sessions, store, memory):
+        store.hold("session_start", first_only())
+        session = await opened(sessions, "a")
+        store.hold("session_end")
+        sessions.release([session])
+        assert await asyncio.to_thread(store.wait_held, "session_end")
+        store.release("session_start")
+        await until(lambda: session.ends_again)
+        store.release()
+        await all_ended(sessions, memory)
+
+
+async def test_a_late_start_that_fails_has_the_session_started_again_before_it_is_read() -> None:
+    """A start that fails erases the session that a later one opened."""
+    async with table(max_stuck=9) as (sessions, store, memory):
+        store.hold("session_start", first_only())
+        session = await opened(sessions, "a")
+        assert not sessions.put_off([session])
+        memory.remove(["a"], force=True)
+        store.release()
+        await until(lambda: not sessions.master_suspect)
+        assert sessions.put_off([session])
+        assert await sessions.renew([session]) == [PageStatus.LEASE_EXPIRED]
+        assert session.state is SessionState.GONE
+
+
+async def test_a_restart_that_hangs_leaves_its_holders_the_session_that_they_have() -> None:
+    async with table(max_stuck=9) as (sessions, store, memory):
+        session = await opened(sessions, "a")
+        store.hold("session_start")
+        with anyio.fail_after(10):
+            assert await sessions.renew([session], force=True) == [PageStatus.LOADED]
+            assert store.held("session_start") == 1
+            assert (await sessions.acquire(["a"]))["a"] is session
+        sessions.release([session] * 2)
+        await all_ended(sessions, memory)
+        store.release()
+        await until(lambda: sessions.statistics().opened == 2)
+        await all_ended(sessions, memory)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    with anyio.fail_after(10):
+        while not condition():  # noqa: ASYNC110  # a thread brings it about
+            await anyio.sleep(0.001)

@@ -20,25 +20,41 @@ LAG_PERIOD = 0.002
 
 
 class Samples:
-    """Durations, kept whole: a replay has at most some hundred thousand of them."""
+    """Durations: kept whole up to `most`, then every second of them, every fourth, and so on; the largest always.
 
-    def __init__(self) -> None:
+    So a run of any length takes at most 8 bytes for each of `most`.
+    """
+
+    def __init__(self, most: int = 1 << 18) -> None:
+        self._most = most
         self._seconds = array("d")
+        self._every = 1
+        self._added = 0
+        self._largest = 0.0
 
     def __len__(self) -> int:
-        return len(self._seconds)
+        return self._added
 
     def add(self, seconds: float) -> None:
         """Add one duration."""
-        self._seconds.append(seconds)
+        if self._added % self._every == 0:
+            if len(self._seconds) == self._most:
+                self._seconds = self._seconds[::2]
+                self._every *= 2
+            self._seconds.append(seconds)
+        self._added += 1
+        self._largest = max(self._largest, seconds)
 
     def milliseconds(self, *quantiles: float) -> dict[str, float]:
         """Percentiles such as 50, 99 and 99.9, and the largest, in milliseconds; zeros where there are none."""
         names = [f"p{quantile:g}".replace(".", "_") for quantile in quantiles]
         if not self._seconds:
             return {**dict.fromkeys(names, 0.0), "max": 0.0}
-        values = np.percentile(np.frombuffer(self._seconds), [*quantiles, 100.0]) * 1e3
-        return {name: round(float(value), 3) for name, value in zip([*names, "max"], values, strict=True)}
+        values = np.percentile(np.frombuffer(self._seconds), quantiles)
+        return {
+            name: round(float(value) * 1e3, 3)
+            for name, value in zip([*names, "max"], [*values, self._largest], strict=True)
+        }
 
 
 class ActiveTime:

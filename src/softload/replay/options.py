@@ -8,12 +8,13 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
-from softload.config import DraftPolicy, Integrity, Layout, LoaderConfig
+from softload.config import DraftPolicy, Integrity, Layout, LoaderConfig, ReadMode
 from softload.replay.shapes import DraftKind, find_shape
 from softload.replay.synthetic import synthetic_trace
 from softload.replay.trace import TraceRequest, read_trace
 from softload.stores import EmbeddedMooncakeStore, open_store
-from softload.testing.faults import Fault, FaultKind, parse_fault
+from softload.testing.fault_specs import Fault, FaultKind, parse_fault
+from softload.testing.partitions import why_no_partitions
 
 __all__ = ["AdmissionMode", "ReplayOptions", "SchedulerOptions"]
 
@@ -79,6 +80,7 @@ class ReplayOptions:
         requests: how many of the trace; ``None`` for all of a file, 600 of a synthetic one.
         shape: name of the model shape.
         layout: how pages become objects.
+        read_mode: how layout `page` is read.
         draft: how the draft is stored.
         draft_policy: what a lost draft page costs.
         admission: when slots are taken.
@@ -100,6 +102,7 @@ class ReplayOptions:
     requests: int | None = None
     shape: str = "mini"
     layout: Layout = Layout.GROUPED
+    read_mode: ReadMode = ReadMode.AUTO
     draft: DraftKind = DraftKind.NONE
     draft_policy: DraftPolicy = DraftPolicy.DROP
     admission: AdmissionMode = AdmissionMode.STREAM
@@ -146,6 +149,7 @@ class ReplayOptions:
         return LoaderConfig(
             namespace=f"replay-{self.shape}",
             layout=self.layout,
+            read_mode=self.read_mode,
             integrity=self.integrity,
             draft_policy=self.draft_policy,
             deadline=defaults.deadline if self.deadline is None else self.deadline,
@@ -184,6 +188,11 @@ class ReplayOptions:
             raise ValueError(
                 f"fault {spec!r}: expected a cluster of the replay's own, --store 'mooncake://embedded?owners=N', "
                 f"got {self.store!r}"
+            )
+        if fault.kind.cuts_off and (reason := why_no_partitions()) is not None:
+            raise ValueError(
+                f"fault {spec!r}: expected iproute2 and a network namespace of the replay's own, unshare --net sh -c "
+                f"'ip link set lo up && softload replay ...', got {reason}"
             )
 
     def read_requests(self) -> list[TraceRequest]:

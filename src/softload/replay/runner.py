@@ -138,6 +138,7 @@ async def replay(
         "lru_capacity_pages": capacity,
         "store": options.store,
         "layout": str(options.layout),
+        "read_mode": str(options.read_mode),
         "shape": options.shape,
         "draft": str(options.draft),
         "draft_policy": str(options.draft_policy),

@@ -181,7 +181,7 @@ class Scheduler:
                 return
             record = self._recorder.load(*(unit.request_id for unit in units))
             with self._metrics.loading:
-                async with self._loader.load(units) as load:
+                async with self._loader.load(units, layer_seconds=self._options.layer_time) as load:
                     await load.admitted()
                     record.admitted = time.monotonic()
                     prompt = _Prompt(jobs, load=load, record=record)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from softload.fetches import RETRY, SECOND_READ
 from softload.replay.recorder import LoadRecord, Recorder
 
 __all__ = ["chrome_trace"]
@@ -16,8 +17,9 @@ _PROCESSES = {_LANES: "lanes", _LOADS: "loads", _ENGINE: "engine"}
 def chrome_trace(recorder: Recorder) -> dict[str, Any]:
     """The trace, ready for JSON: complete events, microseconds since the replay began.
 
-    Loads share tracks where they do not overlap. On a load's track lie its admission, and per layer what the forward
-    waited for it and when it was there.
+    On the lanes lie the blocking calls; a read of what was read before (a retry, or a second read beside one that is
+    late) is named so, and has a mark across all lanes where it starts. Loads share tracks where they do not overlap. On
+    a load's track lie its admission, and per layer what the forward waited for it and when it was there.
     """
     tracks: dict[tuple[int, str], int] = {}
     events: list[dict[str, Any]] = []
@@ -32,6 +34,11 @@ def chrome_trace(recorder: Recorder) -> dict[str, Any]:
             "dur": round(max(0.0, end - start) * 1e6, 1),
         }
         events.append(event | {"args": details} if details else event)
+    for span in recorder.calls:
+        if span.label in (RETRY, SECOND_READ):
+            tid = tracks[_LANES, f"{span.group} {span.lane}"]
+            mark = {"ph": "i", "s": "p", "pid": _LANES, "tid": tid, "name": span.label}
+            events.append(mark | {"ts": round((span.started - recorder.began) * 1e6, 1)})
     names = [_named("process_name", pid, 0, name) for pid, name in _PROCESSES.items()]
     names += [_named("thread_name", pid, tid, track) for (pid, track), tid in tracks.items()]
     return {"traceEvents": names + events, "displayTimeUnit": "ms", "otherData": {"left_out": recorder.left_out}}

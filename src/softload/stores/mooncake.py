@@ -240,7 +240,7 @@ class MooncakeStore:
         check_lengths(keys=keys, sizes=sizes)
         if not self._gate.admitting:
             return [PageStatus.STORE_UNREACHABLE] * len(keys)
-        self._revoke(self._reservations.stale(keys))
+        self._revoke(self._reservations.take_left_over(keys))
         pending = self._reservations.reserve(keys, sizes)
         wanted = [sizes[index] for index in pending.asked]
         answers = self._per_key(pending.keys, lambda native: native.batch_put_session_start(pending.keys, wanted))
@@ -282,10 +282,11 @@ class MooncakeStore:
         for index, answer in zip(pending.asked, answers, strict=True):
             pending.answers[index] = expect(answer, 0)
         self._reservations.settle(keys[index] for index in pending.asked if pending.answers[index] == 0)
+        self._reservations.leave_over(pending.keys)
         return pending.answers
 
     def put_revoke(self, keys: Sequence[str]) -> None:
-        """Give reservations back; one that the master could not take back is tried again before its key's next put."""
+        """Give reservations back; one that the master could not take back is tried again before later puts."""
         self._revoke(self._reservations.give_up(keys))
 
     def remove(self, keys: Sequence[str], *, force: bool = False) -> Sequence[Answer]:
@@ -367,6 +368,7 @@ class MooncakeStore:
         if isinstance(codes, list) and len(codes) == len(keys):
             gone = (0, INVALID_PARAMS)
             self._reservations.settle(key for key, code in zip(keys, codes, strict=True) if code in gone)
+        self._reservations.leave_over(keys)
 
     def _start_closing(self) -> None:
         with self._lock:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Generic, TypeVar
 
 from softload.outcomes import PageStatus
@@ -13,6 +14,9 @@ from softload.protocols import Answer, PutAnswer, PutRefusal
 __all__ = ["Pending", "Reservations"]
 
 T = TypeVar("T")
+
+_AT_A_TIME = 64
+"""Left over keys that are revoked before a put."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +41,8 @@ class Reservations:
     """Which keys this client has reserved, at what size, and whether they are written.
 
     A native session outlives a failed end or revocation and refuses its key as malformed from then on. Such keys are
-    `stale` until a revocation succeeded.
+    `stale` until a revocation succeeded. Those that were left over are revoked with the next puts of any keys, a few at
+    a time: most of them are never put again.
 
     | state | entered | left by |
     | --- | --- | --- |
@@ -49,6 +54,11 @@ class Reservations:
         self._lock = threading.Lock()
         self._reserved: dict[str, _Reservation] = {}
         self._stale: set[str] = set()
+        self._left_over: dict[str, None] = {}
+        """Stale ones that no call is about to settle, oldest first."""
+
+    def __len__(self) -> int:
+        return len(self._reserved) + len(self._stale)
 
     def reserve(self, keys: Sequence[str], sizes: Sequence[int]) -> Pending[PutAnswer]:
         """Claim keys for a native start."""
@@ -114,15 +124,29 @@ class Reservations:
             ours = [key for key in dict.fromkeys(keys) if key in self._reserved or key in self._stale]
             for key in ours:
                 self._reserved.pop(key, None)
+                self._left_over.pop(key, None)
             self._stale.update(ours)
         return ours
 
-    def stale(self, keys: Iterable[str]) -> list[str]:
-        """Those of `keys` whose native session is left over."""
+    def take_left_over(self, keys: Iterable[str]) -> list[str]:
+        """What the caller is to revoke now, and nobody else: those of `keys` that are left over, and a few others."""
         with self._lock:
-            return [key for key in dict.fromkeys(keys) if key in self._stale]
+            mine = [key for key in dict.fromkeys(keys) if key in self._left_over]
+            for key in mine:
+                del self._left_over[key]
+            others = list(islice(self._left_over, _AT_A_TIME))
+            for key in others:
+                del self._left_over[key]
+        return mine + others
+
+    def leave_over(self, keys: Iterable[str]) -> None:
+        """The native sessions of those of `keys` that are stale were not revoked: later."""
+        with self._lock:
+            self._left_over.update(dict.fromkeys(key for key in keys if key in self._stale))
 
     def settle(self, keys: Iterable[str]) -> None:
         """The native sessions of `keys` are gone."""
         with self._lock:
-            self._stale.difference_update(keys)
+            for key in keys:
+                self._stale.discard(key)
+                self._left_over.pop(key, None)

@@ -6,7 +6,8 @@ Those record, hang, follow a script, or do something at a named moment.
 
 from softload.testing.cluster_faults import ClusterFaults
 from softload.testing.doubles import HangingStore, RecordedCall, RecordingStore, ScriptedStore
-from softload.testing.faults import Fault, FaultKind, FaultyStore, parse_fault
+from softload.testing.fault_specs import Fault, FaultKind, parse_fault
+from softload.testing.faults import FaultyStore
 from softload.testing.moments import Moment, MomentStore
 
 __all__ = [

@@ -1,9 +1,11 @@
-"""Faults of a cluster's processes as they come in production: killed, frozen, started again, in mid-run."""
+"""Faults of a cluster's processes as they come in production: killed, frozen, cut off, started again, in mid-run."""
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,8 +17,10 @@ import structlog
 from softload.errors import StoreSetupError
 from softload.stores.children import Child
 from softload.stores.cluster import MooncakeCluster
-from softload.testing.faults import Fault, FaultKind
+from softload.stores.listening import listening_ports
+from softload.testing.fault_specs import Fault, FaultKind
 from softload.testing.moments import MomentStore
+from softload.testing.partitions import Partitions, why_no_partitions
 
 __all__ = ["ClusterFaults"]
 
@@ -24,7 +28,7 @@ _log = structlog.get_logger(__name__)
 
 
 class ClusterFaults:
-    """Lets faults happen to a cluster while it is entered, and leaves no process frozen.
+    """Lets faults happen to a cluster while it is entered, and leaves no process frozen or cut off.
 
     A fault of an owner takes the first owner that is well; where there is none, or no master that is, nothing happens.
 
@@ -34,7 +38,9 @@ class ClusterFaults:
         moments: the store whose calls bring the moments of those that have one.
 
     Raises:
-        ValueError: a fault of another kind; a moment without `moments`; a fault of an owner in a cluster without any.
+        ValueError: a fault of another kind; a moment without `moments`; a fault of an owner in a cluster without any;
+            one that cuts off, in a network that others use. Entering raises `StoreSetupError` where the kernel does not
+            let this process do that.
     """
 
     def __init__(self, cluster: MooncakeCluster, faults: Sequence[Fault], moments: MomentStore | None = None) -> None:
@@ -45,6 +51,8 @@ class ClusterFaults:
                 raise ValueError(f"{fault.kind}: expected a cluster with owners, got one without")
             if fault.moment is not None and moments is None:
                 raise ValueError(f"{fault.kind}@{fault.moment}: expected a MomentStore, got none")
+            if fault.kind.cuts_off and (reason := why_no_partitions()) is not None:
+                raise ValueError(f"{fault.kind}: expected iproute2 and a network namespace of one's own, got {reason}")
         self._cluster = cluster
         self._faults = tuple(faults)
         self._moments = moments
@@ -54,6 +62,8 @@ class ClusterFaults:
         self._ended = False
         self._acting = threading.RLock()
         self._frozen: set[Child] = set()
+        self._partitions: Partitions | None = None
+        self._parted: dict[Child, frozenset[int]] = {}
         self._starting: list[threading.Thread] = []
         self._began = 0.0
         self._thread = threading.Thread(target=self._run, name="softload-cluster-faults", daemon=True)
@@ -62,6 +72,8 @@ class ClusterFaults:
 
     def __enter__(self) -> ClusterFaults:
         self._began = time.monotonic()
+        if any(fault.kind.cuts_off for fault in self._faults):
+            self._partitions = Partitions()
         for fault in self._faults:
             if fault.moment is None:
                 self._plan(fault.seconds, lambda fault=fault: self._strike(fault))  # type: ignore[misc]
@@ -80,6 +92,8 @@ class ClusterFaults:
         with self._acting:
             for child in list(self._frozen):
                 self._thaw(child)
+            for child in list(self._parted):
+                self._join(child)
         self._thread.join()
         for thread in self._starting:
             thread.join()
@@ -111,6 +125,8 @@ class ClusterFaults:
         """Do it, and say how to undo it; ``None`` where there is nothing to undo."""
         cluster = self._cluster
         mend: Callable[[], None]
+        if kind is FaultKind.KILL_LOADER:
+            os.kill(os.getpid(), signal.SIGKILL)
         if kind is FaultKind.RESTART_MASTER:
             self._restart_master()
             return None
@@ -129,6 +145,12 @@ class ClusterFaults:
             self._frozen.add(child)
             self._note(f"{name} frozen")
             return lambda: self._thaw(child)
+        if kind.cuts_off:
+            assert self._partitions is not None
+            self._parted[child] = frozenset(listening_ports(child.pid))
+            self._partitions.part(self._parted[child])
+            self._note(f"{name} cut off")
+            return lambda: self._join(child)
         child.kill()
         self._note(f"{name} killed")
         return mend
@@ -144,7 +166,7 @@ class ClusterFaults:
         # It waits for a master, which may be frozen and have to be thawed meanwhile.
         start = partial(self._cluster.restart_owner, index)
         thread = threading.Thread(target=self._start, args=(start, f"owner {index}"), daemon=True)
-        self._starting.append(thread)
+        self._starting = [*(each for each in self._starting if each.is_alive()), thread]
         thread.start()
 
     def _start(self, start: Callable[[], None], name: str) -> None:
@@ -162,8 +184,15 @@ class ClusterFaults:
                 child.thaw()
                 self._note(f"process {child.pid} thawed")
 
+    def _join(self, child: Child) -> None:
+        ports = self._parted.pop(child, None)
+        if ports is not None:
+            assert self._partitions is not None
+            self._partitions.join(ports)
+            self._note(f"process {child.pid} joined")
+
     def _is_well(self, child: Child) -> bool:
-        return child.alive and child not in self._frozen
+        return child.alive and child not in self._frozen and child not in self._parted
 
     def _note(self, what: str) -> None:
         self.happened.append((round(time.monotonic() - self._began, 3), what))

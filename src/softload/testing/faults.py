@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
-from typing import Final
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import xxhash
@@ -17,146 +14,15 @@ from softload.outcomes import PageStatus
 from softload.protocols import Answer, Descriptor, PageStore
 from softload.stores.native_memory import copy_bytes
 from softload.stores.wrapper import WrapperStore
-from softload.testing.moments import Moment
+from softload.testing.fault_specs import Fault, FaultKind
 
-__all__ = ["Fault", "FaultKind", "FaultyStore", "parse_fault"]
+__all__ = ["FaultyStore"]
 
+T = TypeVar("T")
 
-class FaultKind(StrEnum):
-    """What goes wrong. The values are the names in fault specifications."""
-
-    EVICT = "evict"
-    """`descriptors` finds the object gone, and gone it is."""
-
-    REMOVE = "remove"
-    """The object is removed by force right after `descriptors` was answered well; its memory may be reused."""
-
-    LATE = "late"
-    """A read answers `LEASE_EXPIRED` once; the next try is good."""
-
-    SLOW = "slow"
-    """A read starts late."""
-
-    HANG = "hang"
-    """A read returns late, having written its bytes at the end."""
-
-    CORRUPT = "corrupt"
-    """One byte of the object is flipped as it is stored."""
-
-    DRAFT_LOSS = "draft-loss"
-    """`descriptors` never finds a draft's object."""
-
-    KILL_OWNER = "kill-owner"
-    """A process that owns memory is killed; another takes its place after a while."""
-
-    FREEZE_OWNER = "freeze-owner"
-    """It stops where it is, and goes on after a while."""
-
-    KILL_MASTER = "kill-master"
-    FREEZE_MASTER = "freeze-master"
-    RESTART_MASTER = "restart-master"
-    """The master is killed and started again at once, with an empty memory."""
-
-    @property
-    def is_scheduled(self) -> bool:
-        """Whether it happens to a cluster's process, not to a call: `ClusterFaults` does that, no `FaultyStore`."""
-        return self in _SCHEDULED
-
-    @property
-    def needs_owner(self) -> bool:
-        """Whether it happens to a process that owns memory."""
-        return self in (FaultKind.KILL_OWNER, FaultKind.FREEZE_OWNER)
-
-
-_SCHEDULED: Final = (
-    FaultKind.KILL_OWNER,
-    FaultKind.FREEZE_OWNER,
-    FaultKind.KILL_MASTER,
-    FaultKind.FREEZE_MASTER,
-    FaultKind.RESTART_MASTER,
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """One fault.
-
-    Args:
-        kind: what goes wrong.
-        probability: per key, or per call for `SLOW`; 0 for kinds that have none.
-        calls: how many read calls hang, for `HANG`.
-        seconds: how long it takes (`SLOW`, `HANG`), or when it happens after the start (scheduled kinds).
-        moment: when it happens instead (scheduled kinds): the first time that a call comes there.
-        lasts: seconds until what was killed is started again, and what was frozen goes on; ``None`` for never.
-    """
-
-    kind: FaultKind
-    probability: float = 0.0
-    calls: int = 0
-    seconds: float = 0.0
-    moment: Moment | None = None
-    lasts: float | None = None
-
-
-_MOST_HANGS: Final = 100_000
-"""Each is planned before the run."""
 
 _MOST_ASKED: Final = 65_536
 """Keys, by kind, of which is remembered how often they were asked for: a long run has no end of them."""
-
-_NUMBER: Final = r"(\d+(?:\.\d+)?|\.\d+)"
-_MOMENT: Final = f"({'|'.join(Moment)})"
-_FORMS: Final[Mapping[FaultKind, tuple[str, re.Pattern[str]]]] = {
-    **{
-        kind: (f"{kind}=P", re.compile(f"={_NUMBER}"))
-        for kind in (FaultKind.EVICT, FaultKind.REMOVE, FaultKind.LATE, FaultKind.CORRUPT, FaultKind.DRAFT_LOSS)
-    },
-    FaultKind.SLOW: ("slow=P:SECONDS", re.compile(f"={_NUMBER}:{_NUMBER}")),
-    FaultKind.HANG: ("hang=N:SECONDS", re.compile(rf"=(\d+):{_NUMBER}")),
-    **{
-        kind: (f"{kind}@SECONDS|MOMENT[:SECONDS]", re.compile(f"@(?:{_NUMBER}|{_MOMENT})(?::{_NUMBER})?"))
-        for kind in _SCHEDULED
-        if kind is not FaultKind.RESTART_MASTER
-    },
-    FaultKind.RESTART_MASTER: ("restart-master@SECONDS|MOMENT", re.compile(f"@(?:{_NUMBER}|{_MOMENT})()")),
-}
-
-
-def parse_fault(text: str) -> Fault:
-    """A fault from its specification: `evict=0.05`, `slow=0.1:0.25`, `hang=3:2`, `kill-owner@10:5`, `kill-master@read`.
-
-    Raises:
-        ValueError: an unknown kind, another form than the kind's, or a probability above 1.
-    """
-    name = re.split("[=@]", text, maxsplit=1)[0]
-    try:
-        kind = FaultKind(name)
-    except ValueError:
-        of_calls = ", ".join(form for kind, (form, _) in _FORMS.items() if not kind.is_scheduled)
-        of_processes = ", ".join(form for kind, (form, _) in _FORMS.items() if kind.is_scheduled)
-        raise ValueError(
-            f"fault {text!r}: expected one of {of_calls}; or, of a cluster's processes, {of_processes}; got {name!r}"
-        ) from None
-    form, pattern = _FORMS[kind]
-    match = pattern.fullmatch(text[len(name) :])
-    if match is None:
-        raise ValueError(f"fault {text!r}: expected {form}")
-    if kind.is_scheduled:
-        after, moment, lasts = match.groups()
-        return Fault(
-            kind,
-            seconds=float(after or 0.0),
-            moment=Moment(moment) if moment else None,
-            lasts=float(lasts) if lasts else None,
-        )
-    values = [float(value) for value in match.groups()]
-    if kind is FaultKind.HANG:
-        if int(match[1]) > _MOST_HANGS:
-            raise ValueError(f"fault {text!r}: expected at most {_MOST_HANGS} calls, got {match[1]}")
-        return Fault(kind, calls=int(match[1]), seconds=values[1])
-    if values[0] > 1:
-        raise ValueError(f"fault {text!r}: expected a probability of at most 1, got {match[1]}")
-    return Fault(kind, probability=values[0], seconds=values[1] if len(values) > 1 else 0.0)
 
 
 class FaultyStore(WrapperStore):
@@ -198,6 +64,7 @@ class FaultyStore(WrapperStore):
         self._asked: OrderedDict[tuple[FaultKind, str], int] = OrderedDict()
         self._late: set[str] = set()
         self._reads = 0
+        self._answered = 0
         self._hangs: dict[int, float] = {}
         for fault in faults:
             if fault.kind is FaultKind.HANG:
@@ -213,21 +80,30 @@ class FaultyStore(WrapperStore):
         self._stop.set()
         super().close()
 
+    def exists(self, keys: Sequence[str]) -> Sequence[bool | PageStatus]:
+        """As the inner store, or malformed."""
+        return self._told(keys, self.inner.exists(keys))
+
+    def session_start(self, keys: Sequence[str]) -> Sequence[Answer]:
+        """As the inner store, or malformed."""
+        return self._told(keys, self.inner.session_start(keys))
+
     def descriptors(self, keys: Sequence[str]) -> Sequence[Descriptor | PageStatus]:
-        """As the inner store, after evictions, before removals, and without lost drafts."""
+        """As the inner store, after evictions, before removals, and without lost drafts; or malformed."""
         evicted = set(self._remove(FaultKind.EVICT, self._chosen(FaultKind.EVICT, keys)))
         answers = list(self.inner.descriptors(keys))
         lost = self._lost_drafts(keys)
         good = [key for key, answer in zip(keys, answers, strict=True) if isinstance(answer, Descriptor)]
         self._remove(FaultKind.REMOVE, self._chosen(FaultKind.REMOVE, [key for key in good if key not in lost]))
         gone = evicted | lost
-        return [PageStatus.NOT_FOUND if key in gone else answer for key, answer in zip(keys, answers, strict=True)]
+        found = [PageStatus.NOT_FOUND if key in gone else answer for key, answer in zip(keys, answers, strict=True)]
+        return self._told(keys, found)
 
     def read(self, keys: Sequence[str], pointers: Sequence[int], sizes: Sequence[int]) -> Sequence[Answer]:
-        """As the inner store, late in time or past a lease."""
+        """As the inner store, late in time or past a lease, or malformed."""
         late = self._delay(keys)
         if not late:
-            return self.inner.read(keys, pointers, sizes)
+            return self._told(keys, self.inner.read(keys, pointers, sizes))
         on_time = [index for index, key in enumerate(keys) if key not in late]
         answers: list[Answer] = [PageStatus.LEASE_EXPIRED] * len(keys)
         read = self.inner.read(
@@ -237,7 +113,7 @@ class FaultyStore(WrapperStore):
         )
         for index, answer in zip(on_time, read, strict=True):
             answers[index] = answer
-        return answers
+        return self._told(keys, answers)
 
     def read_ranges(
         self,
@@ -246,10 +122,10 @@ class FaultyStore(WrapperStore):
         sizes: Sequence[Sequence[int]],
         offsets: Sequence[Sequence[int]],
     ) -> Sequence[Answer]:
-        """As the inner store, late in time or past a lease."""
+        """As the inner store, late in time or past a lease, or malformed."""
         late = self._delay(keys)
         self.inner.session_end(sorted(late))
-        return self.inner.read_ranges(keys, pointers, sizes, offsets)
+        return self._told(keys, self.inner.read_ranges(keys, pointers, sizes, offsets))
 
     def put_write(self, keys: Sequence[str], pointers: Sequence[int], sizes: Sequence[int]) -> Sequence[Answer]:
         """As the inner store, from a corrupted copy where the fault strikes."""
@@ -292,6 +168,17 @@ class FaultyStore(WrapperStore):
             self._late = (self._late - set(keys)) | late
         self._touch(FaultKind.LATE, late)
         return late
+
+    def _told(self, keys: Sequence[str], answers: Sequence[T]) -> Sequence[T]:
+        """The answers of a call, or what should be none."""
+        with self._lock:
+            nth = self._answered
+            self._answered += 1
+        if not keys or self._hash(FaultKind.MALFORMED, "", nth) >= self._probability[FaultKind.MALFORMED] * 2**64:
+            return answers
+        self._touch(FaultKind.MALFORMED, keys)
+        told: Sequence[T] = _malformed(answers, self._hash("way", "", nth))
+        return told
 
     def _chosen(self, kind: FaultKind, keys: Iterable[str]) -> set[str]:
         threshold = self._probability[kind] * 2**64
@@ -338,6 +225,22 @@ class FaultyStore(WrapperStore):
 
     def _hash(self, kind: str, key: str, nth: int) -> int:
         return xxhash.xxh3_64_intdigest(f"{self._seed}\x00{kind}\x00{key}\x00{nth}".encode())
+
+
+def _malformed(answers: Sequence[Any], way: int) -> Any:
+    """One of the ways in which an answer can miss what was asked for."""
+    if way % 8 == 7:
+        raise RuntimeError("a fault was injected: the store raises")
+    ways: tuple[Any, ...] = (
+        None,
+        [],
+        answers[: len(answers) // 2],
+        [*answers, 0],
+        dict(enumerate(answers)),
+        [-answer - 1 if isinstance(answer, int) else None for answer in answers],
+        [float(answer) if isinstance(answer, int) else repr(answer) for answer in answers],
+    )
+    return ways[way % 8]
 
 
 def _copy_of(pointer: int, nbytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -46,6 +47,10 @@ class Comparison:
     equal: int = 0
     ties: int = 0
     different: int = 0
+
+
+compared = Comparison()
+"""All comparisons of this process."""
 
 
 def tiny_llama(folder: Path, *, layers: int = 2, seed: int = 0) -> Path:
@@ -102,6 +107,7 @@ def engine(
     """An engine with the connector; one at a time in a process."""
     HookedConnector.wrap = staticmethod(wrap)
     HookedConnector.silent = False
+    HookedConnector.forget()
     # A busy machine must not make a test of something else miss a deadline.
     patience = {} if "deadline" in (extra or {}) else {"deadline": 20, "lookup_deadline": 10}
     transfer = KVTransferConfig(
@@ -123,11 +129,13 @@ def engine(
         "enable_prefix_caching": True,
         "kv_transfer_config": transfer if connector else None,
     }
-    llm = LLM(model=str(model), **{**arguments, **settings})
+    llm = None
     try:
+        llm = LLM(model=str(model), **{**arguments, **settings})
         yield llm
     finally:
-        llm.llm_engine.engine_core.shutdown()
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
         ensure_kv_transfer_shutdown()
         del llm
         cleanup_dist_env_and_memory()
@@ -156,18 +164,21 @@ def generate(llm: LLM, prompts: Sequence[Prompt], *, max_tokens: int = 16) -> li
 
 
 def compare(expected: Sequence[Answer], got: Sequence[Answer]) -> Comparison:
-    """Answer by answer; printed, so that a run shows how often a tie was let pass."""
+    """Answer by answer; printed, and added up in `compared`, so that a run shows how often a tie was let pass."""
     result = Comparison()
     for one, other in zip(expected, got, strict=True):
         pairs = zip(one.tokens, other.tokens, strict=True)
         where = next((index for index, (left, right) in enumerate(pairs) if left != right), None)
         if where is None:
             result.equal += 1
-        elif min(one.margins[where], other.margins[where]) < 1e-3:
+        elif one.margins[where] < 1e-3:
             result.ties += 1
         else:
             result.different += 1
     print(result)
+    compared.equal += result.equal
+    compared.ties += result.ties
+    compared.different += result.different
     return result
 
 
@@ -225,6 +236,12 @@ def kv_bytes() -> list[torch.Tensor]:
     """A copy of all KV bytes of this process's worker."""
     pools = worker()._bridge.loader.pools.pools
     return [view.clone() for pool in pools for view in pool.page_views]
+
+
+def assert_told_once() -> None:
+    """Every load into blocks that was ordered was told as received, once; one that failed was told so once."""
+    assert Counter(HookedConnector.received) == Counter(HookedConnector.ordered)
+    assert not Counter(HookedConnector.failed) - Counter(HookedConnector.received)
 
 
 def settle(llm: LLM) -> None:

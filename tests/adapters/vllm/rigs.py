@@ -51,7 +51,7 @@ class Rig:
         self.faults.removed_once_admitted.clear()
         self.faults.draft_gone = lambda key: False
         HookedConnector.silent = False
-        HookedConnector.seen_bad_blocks.clear()
+        HookedConnector.forget()
 
     def orders(self) -> Orders:
         """What the scheduler's half orders from now on, step by step together."""

@@ -20,7 +20,9 @@ from engines import (
     scheduler_side,
     settle,
 )
+from hooked_connector import PageFaults
 from vllm import LLM
+from vllm.v1.request import RequestStatus
 
 from softload.protocols import PageStore
 from softload.testing import Fault, FaultKind, FaultyStore
@@ -59,10 +61,11 @@ class SideBySide:
 def side_by_side(model: Path, *, seconds_per_read: float, seed: int = 7) -> SideBySide:
     """Save the long prompts, forget them, and run all requests; the short ones arrive one every 40 ms."""
     run = SideBySide()
-    wrapped: list[FaultyStore] = []
+    wrapped: list[PageFaults] = []
 
     def wrap(store: PageStore) -> PageStore:
-        wrapped.append(FaultyStore(store, [Fault(FaultKind.SLOW, probability=1.0, seconds=seconds_per_read)]))
+        slow = FaultyStore(store, [Fault(FaultKind.SLOW, probability=1.0, seconds=seconds_per_read)])
+        wrapped.append(PageFaults(slow))
         return wrapped[0]
 
     # Blocks for about five of the long requests: if one took its blocks before its bytes, short ones would wait.
@@ -74,12 +77,12 @@ def side_by_side(model: Path, *, seconds_per_read: float, seed: int = 7) -> Side
         generate(llm, long_prompts, max_tokens=1)
         settle(llm)
         before = scheduler_side(llm).counters["restored_tokens"]
-        _run(llm, run, short_prompts, long_prompts)
+        _run(llm, run, wrapped[0], short_prompts, long_prompts)
         run.restored_tokens = scheduler_side(llm).counters["restored_tokens"] - before
     return run
 
 
-def _run(llm: LLM, run: SideBySide, short_prompts: list[Prompt], long_prompts: list[Prompt]) -> None:
+def _run(llm: LLM, run: SideBySide, store: PageFaults, short_prompts: list[Prompt], long_prompts: list[Prompt]) -> None:
     started = time.monotonic()
     arrivals = [(0.0, f"long {index}", prompt) for index, prompt in enumerate(long_prompts)]
     arrivals += [(0.04 * index, f"short {index}", prompt) for index, prompt in enumerate(short_prompts)]
@@ -98,17 +101,19 @@ def _run(llm: LLM, run: SideBySide, short_prompts: list[Prompt], long_prompts: l
                 seconds = run.short_seconds if output.request_id.startswith("short") else run.long_seconds
                 seconds.append(ended - due[output.request_id])
                 answers[output.request_id] = answer_of(output)
-        _look(llm, run)
+        _look(llm, run, store)
         time.sleep(0.001)  # as the engine's own loop does when nothing was computed
     names = [f"short {index}" for index in range(SHORT)] + [f"long {index}" for index in range(LONG)]
     run.answers = [answers[name] for name in names]
 
 
-def _look(llm: LLM, run: SideBySide) -> None:
-    """Between two steps: the requests whose bytes have not landed, and the blocks that they hold."""
+def _look(llm: LLM, run: SideBySide, store: PageFaults) -> None:
+    """Between two steps: the long requests whose bytes were not all read, and whether they hold blocks for them."""
     scheduler = core(llm).scheduler
-    for state in scheduler_side(llm)._states.values():
-        if state.phase.value == "asked":
-            run.seen_waiting += 1
-            blocks = scheduler.kv_cache_manager.get_block_ids(state.request.request_id)
-            run.held_while_waiting += any(blocks)
+    for request in scheduler.requests.values():
+        if request.status is RequestStatus.RUNNING or request.num_prompt_tokens < _LONG_TOKENS:
+            continue
+        unread = [bool(store.unread[bytes(digest).hex()]) for digest in request.block_hashes]
+        (blocks,) = scheduler.kv_cache_manager.get_block_ids(request.request_id)
+        run.seen_waiting += any(unread)
+        run.held_while_waiting += any(unread[: len(blocks)])

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from engines import BLOCK, assert_equal, compare, core, generate, page_hashes, settle
+from engines import BLOCK, assert_equal, assert_told_once, compare, core, generate, page_hashes, settle
 from hooked_connector import HookedConnector
 from rigs import Rig, rig
 
@@ -20,6 +20,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
 @pytest.fixture
 def one(shared: Rig) -> Iterator[Rig]:
     yield shared
+    assert_told_once()
     shared.heal()
     settle(shared.llm)
 
@@ -35,17 +36,25 @@ def test_every_whole_block_is_restored(one: Rig) -> None:
 
 
 @LOST
-def test_blocks_that_fail_after_allocation_are_computed_again(one: Rig, lost: list[int] | None) -> None:
+@pytest.mark.parametrize("moment", ["gone_while_landing", "removed_once_admitted"])
+def test_blocks_that_fail_after_allocation_are_computed_again(one: Rig, moment: str, lost: list[int] | None) -> None:
     (prompt,), cold = one.computed(330)
     hashes = page_hashes(prompt)
     chosen = range(len(hashes)) if lost is None else lost
     before = one.counters
-    one.faults.gone_while_landing.update(hashes[page] for page in chosen)
+    getattr(one.faults, moment).update(hashes[page] for page in chosen)
     replay = generate(one.llm, [prompt])
     assert_equal(cold, replay)
     assert len(HookedConnector.seen_bad_blocks) == 1
     assert len(HookedConnector.seen_bad_blocks[0]) == len(hashes) - min(chosen)
     assert one.counters["failed_loads"] == before["failed_loads"] + 1
+    if moment == "removed_once_admitted":  # what is saved then is what was computed the second time
+        assert_told_once()
+        one.heal()
+        settle(one.llm)
+        replay = generate(one.llm, [prompt])
+        assert replay[0].cached_tokens == 10 * BLOCK
+        assert_equal(cold, replay)
 
 
 @LOST

@@ -9,6 +9,7 @@ from engines import assert_equal
 from hooked_connector import HookedConnector
 from speculating import METHODS, speculating
 from speculation import passages, train
+from structlog.testing import capture_logs
 
 
 @pytest.fixture(scope="module")
@@ -31,10 +32,13 @@ def test_a_dropped_draft_leaves_the_target(models: Path, method: str) -> None:
         assert speculation.dropped == 0
 
         speculation.lose_draft(prompts)
-        lost = speculation.run(prompts)
+        with capture_logs() as lines:
+            lost = speculation.run(prompts)
         assert_equal(cold.answers, lost.answers)
         assert {answer.cached_tokens for answer in lost.answers} == {288}
         assert speculation.dropped == len(prompts)
+        dropped = [line["request_id"] for line in lines if line["event"] == "draft.dropped"]
+        assert len(dropped) == len(set(dropped)) == len(prompts)
         assert not HookedConnector.seen_bad_blocks
         print(f"{method}: accept length {cold.length:.3f} cold, {replay.length:.3f} replayed, {lost.length:.3f} lost")
         assert lost.length < 0.95 * cold.length

@@ -13,6 +13,7 @@ from engines import (
     add,
     answer_of,
     assert_equal,
+    assert_told_once,
     core,
     generate,
     kv_bytes,
@@ -37,6 +38,7 @@ def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture
 def one(shared: Rig) -> Iterator[Rig]:
     yield shared
+    assert_told_once()
     shared.heal()
     drained(shared)
     settle(shared.llm)
@@ -65,6 +67,19 @@ def test_a_read_that_hangs_costs_the_deadline(one: Rig) -> None:
     one.hanging.release()
     drained(one)
     assert_unwritten_since(before)
+
+
+def test_an_engine_that_has_only_a_load_to_wait_for_does_not_spin(one: Rig) -> None:
+    (prompt,), _ = one.computed(330)
+    one.hanging.hold("read")
+    add(one.llm, "waits", prompt)
+    step_until(one.llm, lambda: one.hanging.held("read") > 0)
+    processor, wall = time.thread_time(), time.monotonic()
+    for _ in range(100):
+        one.llm.llm_engine.step()
+    assert time.thread_time() - processor < (time.monotonic() - wall) / 2
+    one.hanging.release()
+    step_to_the_end(one.llm)
 
 
 def test_a_lookup_that_hangs_costs_its_own_deadline(one: Rig) -> None:

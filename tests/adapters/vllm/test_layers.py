@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from engines import BLOCK
-from vllm.v1.core.kv_cache_utils import kv_cache_groups_tp_replicas
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -15,6 +14,11 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from softload.adapters.vllm.layers import ranks_are_alike
+
+try:
+    from vllm.v1.core.kv_cache_planning import kv_cache_groups_tp_replicas
+except ImportError:  # vLLM 0.32
+    from vllm.v1.core.kv_cache_utils import kv_cache_groups_tp_replicas
 
 MLA = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=576, dtype=torch.bfloat16, max_tp_shards=1)
 HEADS = FullAttentionSpec(block_size=BLOCK, num_kv_heads=4, head_size=128, dtype=torch.bfloat16)

@@ -11,6 +11,8 @@ from engines import Answer, assert_equal, engine, generate, tiny_llama
 from family import family_of_prompts
 from vllm.v1.metrics.reader import Counter
 
+from softload.adapters.vllm.stats import METRICS
+
 pytestmark = pytest.mark.timeout(300)  # three processes import the engine
 
 # So few blocks that the engine's own prefix cache cannot serve what comes again.
@@ -44,6 +46,9 @@ def check_twice(model: Path, monkeypatch: pytest.MonkeyPatch, **extra: Any) -> d
     gained = sum(answer.cached_tokens for answer in second) - sum(answer.cached_tokens for answer in plain)
     print("tokens from the store:", gained)
     assert gained > 1000
+    assert {f"vllm:softload_{name}" for name in METRICS} <= set(metrics)
+    for name in ("restored_tokens", "restored_pages", "loaded_bytes", "saved_pages", "saved_bytes"):
+        assert metrics[f"vllm:softload_{name}"] > 0
     return metrics
 
 

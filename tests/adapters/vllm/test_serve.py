@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 from engines import BLOCK, prompts, tiny_llama
+from launch_line import transfer_config
 
 from softload.stores import MooncakeCluster
 
@@ -32,13 +33,7 @@ def server(model: Path, store: str, log: Path) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    transfer = {
-        "kv_connector": "SoftloadConnector",
-        "kv_connector_module_path": "softload.adapters.vllm",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"store": store, "landing_bytes": "64MiB", "require_store": True},
-    }
+    transfer = transfer_config(store=store, landing_bytes="64MiB", require_store=True)
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--host", "127.0.0.1"]
     command += ["--port", str(port), "--skip-tokenizer-init", "--dtype", "float32", "--enforce-eager"]
     command += ["--max-model-len", "1024", "--block-size", str(BLOCK), "--num-gpu-blocks-override", "64"]

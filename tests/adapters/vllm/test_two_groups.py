@@ -6,6 +6,7 @@ import pytest
 from engines import (
     BLOCK,
     assert_equal,
+    assert_told_once,
     engine,
     generate,
     page_hashes,
@@ -39,8 +40,9 @@ def test_loads_and_their_failures(mode: str, tmp_path_factory: pytest.TempPathFa
         replay = generate(one.llm, asked)
         assert_equal(cold, replay)
         assert replay[1].cached_tokens == 10 * BLOCK
-        assert one.counters["failed_loads"] == (mode == "async")
+        assert one.counters["failed_loads"] == len(HookedConnector.failed) == (mode == "async")
         assert not HookedConnector.seen_bad_blocks
+        assert_told_once()
         settle(one.llm)
         statistics = one.statistics
         assert statistics.active_units == statistics.held_slots == statistics.landing_bytes_in_use == 0
@@ -52,8 +54,9 @@ def test_a_placement_that_fails_costs_the_request_its_recompute(tmp_path_factory
         asked, cold = one.computed(330, 200)
         replay = generate(one.llm, asked)
         assert_equal(cold, replay)
-        assert one.counters["failed_loads"] == 2
+        assert one.counters["failed_loads"] == len(HookedConnector.failed) == 2
         assert not HookedConnector.seen_bad_blocks
+        assert_told_once()
         settle(one.llm)
         again = generate(one.llm, asked)
         assert_equal(cold, again)

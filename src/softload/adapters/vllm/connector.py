@@ -55,6 +55,10 @@ _log = structlog.get_logger(__name__)
 
 _DRAIN_SECONDS = 2.0
 
+_IDLE_SECONDS = 0.001
+"""What an engine that has nothing to compute may wait for news in a step. One in the caller's own process would spin,
+and hold the interpreter up for the loads that it waits for."""
+
 
 class SoftloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """A KV connector that restores blocks from a store, fail-soft.
@@ -127,7 +131,9 @@ class SoftloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             block_ids=state.resolve_block_ids,
             written=_written_blocks(scheduler_output, self._block_size),
         )
-        return self._scheduler.take_orders(step)
+        orders = self._scheduler.take_orders(step)
+        orders.idle = not step.num_tokens
+        return orders
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """What the workers told with their last step."""
@@ -220,7 +226,10 @@ class SoftloadConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Requests whose loads have ended, and those that failed; in layer-wise mode, waits for the step's loads."""
         if self._worker is not None:
             self._worker.end_step_loads()
-        received, failed, self._bad_blocks = self._outbox.take_received()
+            if self._get_connector_metadata().idle:
+                self._outbox.wait(_IDLE_SECONDS)
+        received, failed, bad_blocks = self._outbox.take_received()
+        self._bad_blocks |= bad_blocks
         return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:

@@ -93,6 +93,7 @@ class Orders(KVConnectorMetadata):  # type: ignore[misc, unused-ignore]
         loads: to start after the forward, or in layer-wise mode before it.
         saves: to start after the forward.
         overwritten: save orders whose blocks this step writes: they must have been read before.
+        idle: whether the step computes nothing.
     """
 
     prefetches: list[PrefetchOrder] = field(default_factory=list)
@@ -101,6 +102,7 @@ class Orders(KVConnectorMetadata):  # type: ignore[misc, unused-ignore]
     loads: list[LoadOrder] = field(default_factory=list)
     saves: list[SaveOrder] = field(default_factory=list)
     overwritten: list[int] = field(default_factory=list)
+    idle: bool = False
 
 
 @dataclass(slots=True)

@@ -27,16 +27,19 @@ class Outbox:
         self._failed: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._reports = Reports()
+        self._news = threading.Event()
 
     def landed(self, ticket: Ticket, pages: int) -> None:
         """A prefetch has landed `pages` pages, or a lookup has found them."""
         with self._lock:
             self._reports.landed.setdefault(ticket, []).append(pages)
+            self._news.set()
 
     def staged(self, number: int) -> None:
         """A save order's blocks are not read any more."""
         with self._lock:
             self._reports.staged[number] += 1
+            self._news.set()
 
     def expect(self, ticket: Ticket) -> None:
         """A load into a request's blocks has been ordered."""
@@ -51,6 +54,7 @@ class Outbox:
                 return
             self._expected.remove(ticket)
             self._received.add(ticket[0])
+            self._news.set()
             if self._by_block:
                 self._bad_blocks |= bad
             elif bad or failed:
@@ -60,6 +64,10 @@ class Outbox:
         """Blocks that a load of the running step did not fill."""
         with self._lock:
             self._bad_blocks.update(block_ids)
+
+    def wait(self, timeout: float) -> None:
+        """Until there is something to tell, `timeout` seconds at most."""
+        self._news.wait(timeout)
 
     def take_received(self) -> tuple[set[str], set[str], set[int]]:
         """Requests received, those of them that failed, and the blocks that failed."""
@@ -71,6 +79,8 @@ class Outbox:
     def take_reports(self) -> Reports | None:
         """What else there is to tell; ``None`` for nothing."""
         with self._lock:
+            if not self._received:  # since they were taken
+                self._news.clear()
             if not self._reports.landed and not self._reports.staged:
                 return None
             reports, self._reports = self._reports, Reports({}, Counter())

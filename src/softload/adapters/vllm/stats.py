@@ -22,6 +22,7 @@ METRICS: Mapping[str, str] = {
     "saved_pages": "Blocks saved, summed over workers.",
     "skipped_saves": "Blocks offered for saving that are not in the store by that, summed over workers.",
     "draft_dropped": "Loads that lost their draft and kept their target.",
+    "second_reads": "Objects read again because the read that somebody had joined was late.",
     "timed_out_calls": "Calls to the store that nobody waits for any more.",
     "loaded_bytes": "Bytes read from the store.",
     "saved_bytes": "Bytes written to the store.",
@@ -118,6 +119,7 @@ def _totals(statistics: Statistics) -> dict[str, int]:
             count for status, count in statistics.saved_pages.items() if status not in ("saved", "present")
         ),
         "draft_dropped": statistics.draft_dropped,
+        "second_reads": statistics.second_reads,
         "timed_out_calls": statistics.timed_out_calls,
         "loaded_bytes": statistics.bytes_loaded,
         "saved_bytes": statistics.bytes_saved,

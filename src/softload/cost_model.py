@@ -1,0 +1,212 @@
+"""What reads cost, as the reads themselves tell, and which way of reading makes a forward wait least. No I/O.
+
+A read takes so many seconds an item (an object, or a range of one) and so many a byte. Both are fitted, per endpoint
+and kind of read, to what calls took; samples lose weight with every later one and with time, so that a kind of read
+that is not chosen any more is tried again some day. Where there are none yet, the answer is what such a read should
+cost.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from softload.protocols import Clock
+
+__all__ = ["CostModel", "Costs", "Way", "best_way", "stall"]
+
+_FORGET = 0.85
+"""Weight that a sample keeps when the next one comes."""
+
+_HALF_LIFE = 30.0
+"""Seconds in which a sample loses half of its weight."""
+
+_PRIOR = 0.02
+"""Weight of what is expected before the first sample, in samples."""
+
+_LEAST_WEIGHT = 1e-3
+"""Of all samples of a kind: with less, they are forgotten."""
+
+_EXPECTED_ITEM = {False: 5e-6, True: 15e-6}
+"""Seconds for an object of a whole read, and for a range."""
+
+_EXPECTED_BYTE = 1 / 2e9
+
+_MARGIN = 0.9
+"""Ranges must promise less than this share of the wait: whole reads need no session, and take their own leases."""
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds of an item and of a byte, on a machine whose lanes are all at work."""
+
+    item: float
+    byte: float
+
+    def seconds(self, items: int, nbytes: int) -> float:
+        """What so many should take."""
+        return items * self.item + nbytes * self.byte
+
+
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    """Least squares with two unknowns, held to what is expected by a small weight.
+
+    Args:
+        at: when the last sample came.
+        weight: of all samples.
+        moments: sums over them: of items and of bytes squared, of their product, and of each times seconds.
+    """
+
+    at: float = 0.0
+    weight: float = 0.0
+    moments: tuple[float, float, float, float, float] = (0.0, 0.0, 0.0, 0.0, 0.0)
+
+    def faded(self, now: float, share: float = 1.0) -> _Fit:
+        share *= math.exp2(-max(0.0, now - self.at) / _HALF_LIFE)
+        aa, bb, ab, a, b = self.moments
+        return _Fit(now, self.weight * share, (aa * share, bb * share, ab * share, a * share, b * share))
+
+    def with_sample(self, items: int, nbytes: int, seconds: float) -> _Fit:
+        # Calls of all sizes weigh the same, and slow ones no less than fast ones.
+        scale = 1 / (items * _EXPECTED_ITEM[True] + nbytes * _EXPECTED_BYTE)
+        x, y, z = items * scale, nbytes * scale, seconds * scale
+        aa, bb, ab, a, b = self.moments
+        return _Fit(self.at, self.weight + 1.0, (aa + x * x, bb + y * y, ab + x * y, a + x * z, b + y * z))
+
+    def solve(self, expected: Costs) -> Costs:
+        aa, bb, ab, a, b = self.moments
+        if self.weight < _LEAST_WEIGHT:
+            return expected
+        # In the samples' own scale, so that an expectation that is off by orders of magnitude weighs no more.
+        hold_a, hold_b = _PRIOR * aa / self.weight, _PRIOR * bb / self.weight
+        aa, bb, a, b = aa + hold_a, bb + hold_b, a + hold_a * expected.item, b + hold_b * expected.byte
+        determinant = aa * bb - ab * ab  # positive: what holds it is
+        item = (a * bb - b * ab) / determinant
+        byte = (b * aa - a * ab) / determinant
+        if item < 0:
+            return Costs(0.0, b / bb)
+        if byte < 0:
+            return Costs(a / aa, 0.0)
+        return Costs(item, byte)
+
+
+@dataclass(slots=True)
+class _Endpoint:
+    fits: dict[bool, _Fit] = field(default_factory=lambda: {False: _Fit(), True: _Fit()})
+    rate: float = 0.0
+    """Bytes a second over all its reads, decaying; 0 before the first: what is expected of a kind not tried yet."""
+
+
+class CostModel:
+    """What reads cost, by endpoint. Bounded: the endpoint that was read from longest ago is forgotten.
+
+    Args:
+        capacity: endpoints at most.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, capacity: int = 4096, *, clock: Clock = time.monotonic) -> None:
+        self._capacity = capacity
+        self._clock = clock
+        self._endpoints: dict[str, _Endpoint] = {}
+
+    def record(self, endpoint: str, *, ranged: bool, items: int, nbytes: int, seconds: float) -> None:
+        """A read is back, good and in time.
+
+        Args:
+            endpoint: who holds what was read.
+            ranged: whether ranges were read.
+            items: objects, or ranges.
+            nbytes: bytes in all.
+            seconds: what it took, divided by how many ran at a time: its part of what the machine did.
+        """
+        seconds = max(seconds, 1e-7)
+        known = self._endpoints.pop(endpoint, None) or _Endpoint()
+        self._endpoints[endpoint] = known
+        if len(self._endpoints) > self._capacity:
+            del self._endpoints[next(iter(self._endpoints))]
+        known.fits[ranged] = known.fits[ranged].faded(self._clock(), _FORGET).with_sample(items, nbytes, seconds)
+        known.rate = known.rate + 0.2 * (nbytes / seconds - known.rate) if known.rate else nbytes / seconds
+
+    def costs(self, endpoint: str, *, ranged: bool) -> Costs:
+        """What a read should cost now."""
+        known = self._endpoints.get(endpoint)
+        if known is None:
+            return Costs(_EXPECTED_ITEM[ranged], _EXPECTED_BYTE)
+        expected = Costs(_EXPECTED_ITEM[ranged], 1 / known.rate)
+        return known.fits[ranged].faded(self._clock()).solve(expected)
+
+
+def stall(steps: Sequence[tuple[int, float, float]], layer_seconds: float) -> float:
+    """How long a forward waits in all for layers that are read and copied one step after another.
+
+    Args:
+        steps: `(first layer, seconds to read, seconds to copy)`; a step is copied while the next one is read.
+        layer_seconds: what the forward takes for a layer.
+    """
+    read = copied = waited = 0.0
+    for first, reading, copying in steps:
+        read += reading
+        copied = max(copied, read) + copying
+        waited = max(waited, copied - first * layer_seconds)
+    return waited
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way to read: the layers of each part, none for whole objects; and how long a forward should wait with it."""
+
+    parts: tuple[range, ...]
+    stall: float
+
+
+def best_way(
+    groups: Sequence[range],
+    *,
+    whole_seconds: float,
+    part_seconds: Callable[[range], float],
+    copy_seconds: Callable[[range], float],
+    layer_seconds: float,
+) -> Way:
+    """The way to read that makes a forward wait least: whole, or in two parts or more of neighbouring groups of layers.
+
+    Args:
+        groups: the groups of layers that are copied one after another, in order.
+        whole_seconds: what whole objects take to read.
+        part_seconds: what the ranges of some layers take.
+        copy_seconds: what the copy of some layers into their slots takes.
+        layer_seconds: what the forward takes for a layer; 0 where all of it is wanted as soon as possible.
+    """
+    copies = [copy_seconds(group) for group in groups]
+    starts = [group.start * layer_seconds for group in groups]
+    whole = stall(
+        [(group.start, 0.0 if index else whole_seconds, copies[index]) for index, group in enumerate(groups)],
+        layer_seconds,
+    )
+    best = Way((), whole)
+    bound = _MARGIN * whole
+    reads: dict[tuple[int, int], float] = {}
+
+    def search(first: int, read: float, copied: float, waited: float, parts: tuple[range, ...]) -> None:
+        """All ways to read what is left from group `first` on, that could still be the best."""
+        nonlocal best, bound
+        if first == len(groups):
+            best, bound = Way(parts, waited), waited
+            return
+        for stop in range(first + 1, len(groups) + (first > 0)):  # all in one part is no choice
+            layers = range(groups[first].start, groups[stop - 1].stop)
+            if (first, stop) not in reads:
+                reads[first, stop] = part_seconds(layers)
+            there = read + reads[first, stop]
+            now, wait = copied, waited
+            for index in range(first, stop):
+                now = max(now, there) + copies[index]
+                wait = max(wait, now - starts[index])
+            if wait < bound:
+                search(stop, there, now, wait, (*parts, layers))
+
+    search(0, 0.0, 0.0, 0.0, ())
+    return best

@@ -1,0 +1,189 @@
+"""What reads should cost, from what they did cost; and which way of reading follows from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from softload.cost_model import CostModel, Costs, best_way, stall
+from softload.geometry.layout import layer_groups
+
+ITEM, BYTE = 30e-6, 1 / 4e9
+
+
+class Clock:
+    """Stands still until it is moved."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def fed(clock: Clock | None = None, *, ranged: bool = False, item: float = ITEM, byte: float = BYTE) -> CostModel:
+    """A model that has seen calls of many sizes."""
+    model = CostModel(clock=clock or Clock())
+    for items, nbytes in [(64, 4 << 20), (64, 16 << 20), (256, 1 << 20), (8, 16 << 20), (32, 2 << 20)] * 4:
+        model.record("a", ranged=ranged, items=items, nbytes=nbytes, seconds=items * item + nbytes * byte)
+    return model
+
+
+def close(costs: Costs, item: float, byte: float, within: float = 0.1) -> bool:
+    return costs.item == pytest.approx(item, rel=within) and costs.byte == pytest.approx(byte, rel=within)
+
+
+@pytest.mark.parametrize("ranged", [False, True])
+def test_costs_of_an_item_and_of_a_byte_are_told_apart(ranged: bool) -> None:
+    assert close(fed(ranged=ranged).costs("a", ranged=ranged), ITEM, BYTE)
+
+
+def test_before_the_first_read_costs_are_sane_and_ranges_dearer_by_the_item() -> None:
+    model = CostModel()
+    whole, ranges = model.costs("a", ranged=False), model.costs("a", ranged=True)
+    assert ranges.item > whole.item > 0
+    assert ranges.byte == whole.byte > 0
+
+
+def test_a_kind_of_read_that_was_never_tried_should_have_the_rate_of_the_other() -> None:
+    ranges = fed(item=0.0, byte=1 / 1e9).costs("a", ranged=True)
+    assert ranges.byte == pytest.approx(1e-9, rel=0.1)
+
+
+def test_a_link_that_became_slow_is_known_after_a_few_reads() -> None:
+    model = fed()
+    for _ in range(8):
+        model.record("a", ranged=False, items=64, nbytes=16 << 20, seconds=64 * ITEM + (16 << 20) * BYTE * 10)
+    assert model.costs("a", ranged=False).seconds(64, 16 << 20) > 5 * (64 * ITEM + (16 << 20) * BYTE)
+
+
+def test_what_was_slow_long_ago_is_tried_again() -> None:
+    clock = Clock()
+    model = fed(clock, ranged=True, item=5e-3)
+    assert model.costs("a", ranged=True).item > 1e-3
+    clock.now += 600
+    assert model.costs("a", ranged=True).item < 1e-4
+
+
+def test_one_endpoint_says_nothing_about_another_and_the_number_of_endpoints_is_bounded() -> None:
+    model = CostModel(capacity=2)
+    for endpoint in ("a", "b", "c"):
+        model.record(endpoint, ranged=False, items=1, nbytes=1 << 20, seconds=1.0)
+    assert model.costs("a", ranged=False) == CostModel().costs("a", ranged=False)
+    assert model.costs("c", ranged=False).seconds(1, 1 << 20) > 0.5
+
+
+@given(st.lists(st.tuples(st.integers(1, 10_000), st.integers(1, 1 << 30), st.floats(0.0, 100.0)), max_size=30))
+def test_costs_are_never_negative_whatever_reads_took(samples: list[tuple[int, int, float]]) -> None:
+    model = CostModel()
+    for items, nbytes, seconds in samples:
+        model.record("a", ranged=False, items=items, nbytes=nbytes, seconds=seconds)
+    costs = model.costs("a", ranged=False)
+    assert costs.item >= 0 and costs.byte >= 0 and costs.item + costs.byte > 0
+
+
+def waited(steps: list[tuple[int, float, float]], layers: int, layer_seconds: float) -> float:
+    """The same by playing it through: the forward waits for each layer until its step has been copied."""
+    read = copied = 0.0
+    there: dict[int, float] = {}
+    for index, (first, reading, copying) in enumerate(steps):
+        read += reading
+        copied = max(read, copied) + copying
+        stop = steps[index + 1][0] if index + 1 < len(steps) else layers
+        there.update(dict.fromkeys(range(first, stop), copied))
+    now = waiting = 0.0
+    for layer in range(layers):
+        waiting += max(0.0, there[layer] - now)
+        now = max(now, there[layer]) + layer_seconds
+    return waiting
+
+
+seconds = st.floats(0.0, 0.1)
+
+
+@given(
+    st.integers(1, 40).flatmap(
+        lambda layers: st.tuples(
+            st.just(layers), st.lists(st.tuples(seconds, seconds), min_size=7, max_size=7), seconds
+        )
+    )
+)
+def test_the_stall_is_what_a_forward_waits(case: tuple[int, list[tuple[float, float]], float]) -> None:
+    layers, costs, layer_seconds = case
+    steps = [(group.start, *cost) for group, cost in zip(layer_groups(layers), costs, strict=False)]
+    assert stall(steps, layer_seconds) == pytest.approx(waited(steps, layers, layer_seconds))
+
+
+def ways(groups: Sequence[range]) -> Iterator[tuple[range, ...]]:
+    """Every way to join neighbouring groups into two parts or more."""
+    for count in range(1, len(groups)):
+        for cuts in combinations(range(1, len(groups)), count):
+            yield tuple(range(groups[a].start, groups[b - 1].stop) for a, b in pairwise((0, *cuts, len(groups))))
+
+
+@given(st.integers(1, 40), st.lists(seconds, min_size=42, max_size=42), seconds)
+def test_no_way_is_better_than_the_best(layers: int, some: list[float], layer_seconds: float) -> None:
+    groups = layer_groups(layers)
+    copies = dict(zip(groups, some, strict=False))
+
+    def part_seconds(part: range) -> float:
+        return float(sum(some[layer] for layer in part) / math.sqrt(len(part)) + some[part.start + 1])
+
+    def stall_of(parts: tuple[range, ...]) -> float:
+        reads = {part.start: part_seconds(part) for part in parts}
+        return stall([(group.start, reads.get(group.start, 0.0), copies[group]) for group in groups], layer_seconds)
+
+    whole = stall([(group.start, 0.0 if group.start else some[41], copies[group]) for group in groups], layer_seconds)
+    found = best_way(
+        groups,
+        whole_seconds=some[41],
+        part_seconds=part_seconds,
+        copy_seconds=lambda group: copies[group],
+        layer_seconds=layer_seconds,
+    )
+    least = min(map(stall_of, ways(groups)), default=whole)
+    assert found.stall == pytest.approx(least if found.parts else whole)
+    assert bool(found.parts) == (least < 0.9 * whole)
+    assert not found.parts or [layer for part in found.parts for layer in part] == list(range(layers))
+
+
+def chosen(layer_seconds: float, *, item: float = ITEM, pages: int = 64, layers: int = 32) -> tuple[range, ...]:
+    """What is chosen for pages of 73,728 bytes a layer at 4 GB/s."""
+    whole, ranged, page = Costs(5e-6, BYTE), Costs(item, BYTE), 73_728 * pages
+    return best_way(
+        layer_groups(layers),
+        whole_seconds=whole.seconds(pages, page * layers),
+        part_seconds=lambda part: ranged.seconds(pages, page * len(part)),
+        copy_seconds=lambda part: page * len(part) / 8e9,
+        layer_seconds=layer_seconds,
+    ).parts
+
+
+def test_a_forward_that_takes_its_time_gets_its_first_layer_early() -> None:
+    parts = chosen(0.010)
+    assert parts[0] == range(1)
+    assert parts[-1].stop == 32
+
+
+def test_where_ranges_are_dear_all_of_it_is_read_whole_unless_there_is_time_for_them() -> None:
+    assert chosen(0.0, item=2e-3) == ()
+    assert len(chosen(0.010, item=2e-3)) < len(chosen(0.010, item=10e-6))
+
+
+def test_ranges_must_promise_more_than_a_little() -> None:
+    way = best_way(
+        layer_groups(4),
+        whole_seconds=1.0,
+        part_seconds=lambda part: 0.24 * len(part),
+        copy_seconds=lambda _: 0.0,
+        layer_seconds=0.0,
+    )
+    assert way.parts == () and way.stall == 1.0
+
+
+def test_one_layer_leaves_no_choice() -> None:
+    assert chosen(0.010, layers=1) == ()
