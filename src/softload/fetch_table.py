@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterator, Sequence
+from itertools import repeat
 
 from softload.fetches import Fetch, PartState
 from softload.outcomes import PageStatus
@@ -39,7 +40,7 @@ class FetchTable:
 
     def knows(self, fetch: Fetch) -> bool:
         """Whether it is the one that its keys lead to."""
-        return all(self._fetches.get(key) is fetch for key in fetch.keys)
+        return list(map(self._fetches.get, fetch.keys)).count(fetch) == fetch.count
 
     def add(self, fetch: Fetch) -> None:
         """Its keys lead to it from now on."""
@@ -47,14 +48,15 @@ class FetchTable:
 
     def add_back(self, fetch: Fetch) -> None:
         """Those of its keys that lead nowhere lead to it again."""
-        for key in fetch.keys:
-            self._fetches.setdefault(key, fetch)
+        deque(map(self._fetches.setdefault, fetch.keys, repeat(fetch)), maxlen=0)
 
     def forget(self, fetch: Fetch) -> None:
         """No key leads to it any more."""
-        for key in fetch.keys:
-            if self._fetches.get(key) is fetch:
-                del self._fetches[key]
+        found = list(map(self._fetches.pop, fetch.keys, repeat(None)))
+        if found.count(fetch) < fetch.count:  # some lead to a later read
+            for key, other in zip(fetch.keys, found, strict=True):
+                if other is not None and other is not fetch:
+                    self._fetches[key] = other
 
     def piece(self, fetch: Fetch, first: int, end: int) -> Fetch:
         """A fetch of some of the objects of a fetch, by their places in it; it is split for that where need be."""

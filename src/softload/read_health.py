@@ -64,7 +64,7 @@ class ReadHealth:
             rate = nbytes / max(call.native.elapsed(), 1e-6)
             known = self._rates.pop(call.endpoint, rate)
             self._rates[call.endpoint] = known + 0.2 * (rate - known)
-            if not call.overdue and all(status is PageStatus.LOADED for status in statuses):
+            if not call.overdue and statuses.count(PageStatus.LOADED) == len(statuses):
                 self._record_cost(call, running)
             if len(self._rates) > MAX_ENDPOINTS:  # the one that was read from longest ago
                 del self._rates[next(iter(self._rates))]

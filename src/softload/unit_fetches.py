@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import groupby
+from operator import attrgetter
 from typing import Protocol
 
 from softload.config import Layout
@@ -24,6 +25,9 @@ __all__ = ["UnitFetches"]
 
 _PAGES_PER_TURN = 256
 """Pages that are planned in one turn of the event loop: about a millisecond."""
+
+
+_SIZE: Callable[[Descriptor | None], int] = attrgetter("size")
 
 
 class UnitListener(FetchListener, Protocol):
@@ -234,6 +238,9 @@ class UnitFetches:
             pages, otherwise = self._pages.pages_of(column), column.spec.size
             keys = column.keys[pages.start : pages.stop]
             found = list(map(descriptors.get, keys))
+            if None not in found:
+                sizes.update(zip(keys, map(_SIZE, found), strict=True))
+                continue
             sizes.update(zip(keys, (otherwise if each is None else each.size for each in found), strict=True))
         return sizes
 
@@ -350,6 +357,7 @@ class UnitFetches:
                 continue
             self._held.take(column, first)
             alone.append(fetch)
+        self._held.drop(column)
         self._context.reader.leave_all(alone, self._listener, keep=keep)
 
     def _let_go(self, wanted: Wanted, *, timed_out: bool = False, keep: bool = False) -> None:
@@ -392,4 +400,4 @@ def _part_of(pages: range, first: int) -> range:
 
 def _runs(sizes: dict[str, int]) -> list[tuple[int, int]]:
     """Neighbours of equal size as `(bytes, count)`."""
-    return [(size, sum(1 for _ in same)) for size, same in groupby(sizes.values())]
+    return [(size, len(list(same))) for size, same in groupby(sizes.values())]

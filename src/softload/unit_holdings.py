@@ -66,9 +66,9 @@ class UnitHoldings:
 
     def take(self, column: Column, page: int) -> Fetch | None:
         """It does not serve the pages from this one on any more; ``None`` where nothing does."""
-        held = self._held[column]
-        fetch = held[page]
-        if fetch is None:
+        held = self._held.get(column)
+        fetch = held[page] if held is not None else None
+        if held is None or fetch is None:
             return None
         held[page : page + fetch.count] = [None] * fetch.count
         wants = self._wants[fetch]
@@ -76,6 +76,10 @@ class UnitHoldings:
         if not wants:
             del self._wants[fetch]
         return fetch
+
+    def drop(self, column: Column) -> None:
+        """Nothing serves any page of it, which need not be looked at again."""
+        self._held.pop(column, None)
 
     def take_all(self, fetch: Fetch) -> list[Wanted]:
         """It serves nothing any more; where the pages that it served begin."""
