@@ -268,6 +268,7 @@ class ReadCall:
         "ranged",
         "relied_on",
         "running",
+        "session_starts",
         "timed_out",
         "turn",
     )
@@ -283,6 +284,8 @@ class ReadCall:
         self.expected = 0.0
         self.running = 1
         """Reads under way when it started, this one among them."""
+        self.session_starts = 0
+        """Sessions started by then: which of them it relied on."""
         self.alarm: asyncio.TimerHandle | None = None
         self.overdue = False
         """Whether it takes much longer than such a call should. Set by the alarm, so that all agree on it."""

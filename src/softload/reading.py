@@ -241,12 +241,13 @@ class Reader:
                 self._submit(fetch.parts, turn, ranged=False)
             else:
                 self.fail(fetch.parts, answer)
-        await self._renew_and_submit([part for part in parts if part.fetch.session is not None], turn, force=False)
+        await self._renew_and_submit([part for part in parts if part.fetch.session is not None], turn)
 
-    async def _renew_and_submit(self, parts: Sequence[Part], turn: Turn, *, force: bool) -> None:
+    async def _renew_and_submit(self, parts: Sequence[Part], turn: Turn, *, force_up_to: int = 0) -> None:
         held = [part for part in parts if part.fetch.session is not None and part.fetch.listeners]
         sessions = list({id(part.fetch.session): part.fetch.session for part in held}.values())
-        answers = await self._sessions.renew([session for session in sessions if session is not None], force=force)
+        renewed = self._sessions.renew([each for each in sessions if each is not None], force_up_to=force_up_to)
+        answers = await renewed
         found = {id(session): answer for session, answer in zip(sessions, answers, strict=True)}
         for part in held:
             answer = found.get(id(part.fetch.session), PageStatus.LOADED)  # none: freed meanwhile
@@ -270,7 +271,7 @@ class Reader:
             return False
         sessions = [part.fetch.session for part in live if part.fetch.session is not None]
         if self._sessions.put_off(sessions):  # its lease ran down while the call was queued
-            self._spawn(lambda: self._renew_and_submit(live, Turn(call.turn.suspects), force=False))
+            self._spawn(lambda: self._renew_and_submit(live, Turn(call.turn.suspects)))
             return False
         for part in live:
             part.state = PartState.IN_FLIGHT
@@ -279,6 +280,7 @@ class Reader:
         if live:
             call.live, call.relied_on = live, set(live)
             call.running = self.group.running + 1
+            call.session_starts = self._sessions.starts
             self._health.expect(call)
             self._seconds.watch(call)
         return bool(live)
@@ -325,7 +327,7 @@ class Reader:
         if again:
             turn = Turn(call.turn.suspects)
             if call.ranged:
-                self._spawn(lambda: self._renew_and_submit(again, turn, force=True))
+                self._spawn(lambda: self._renew_and_submit(again, turn, force_up_to=call.session_starts))
             else:
                 self._submit(again, turn, ranged=False)
 

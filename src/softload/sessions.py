@@ -56,6 +56,8 @@ class Session:
     epoch: int
     state: SessionState = SessionState.STARTING
     started_at: float = 0.0
+    started_as: int = 0
+    """Its last start's number among all starts of the table."""
     in_vain: int = 0
     """Reads that were put off for a renewal since the last one that went out."""
     ends_again: bool = False
@@ -118,6 +120,8 @@ class SessionTable:
         self._epoch = 0
         self._out: set[NativeCall[list[PageStatus]]] = set()
         self._opened = self._restarted = self._ended = 0
+        self.starts = 0
+        """Sessions started so far, again included."""
 
     def __repr__(self) -> str:
         return f"<SessionTable {len(self._sessions)} sessions>"
@@ -179,7 +183,11 @@ class SessionTable:
         A read is put off a few times at most, then it goes out: the store says if the lease still holds.
         """
         stale = any(
-            session.state is SessionState.OPEN and session.epoch == self._epoch and self._runs_out(session)
+            session.epoch == self._epoch
+            and (
+                session.state is SessionState.STARTING  # again, for another read
+                or (session.state is SessionState.OPEN and self._runs_out(session))
+            )
             for session in sessions
         )
         wait = stale and not self.master_suspect and all(session.in_vain < _MAX_IN_VAIN for session in sessions)
@@ -187,8 +195,13 @@ class SessionTable:
             session.in_vain = session.in_vain + 1 if wait else 0
         return wait
 
-    async def renew(self, sessions: Sequence[Session], *, force: bool = False) -> list[PageStatus]:
-        """Make held sessions fit for a read: start again those whose lease runs out soon, or all of them with `force`.
+    async def renew(self, sessions: Sequence[Session], *, force_up_to: int = 0) -> list[PageStatus]:
+        """Make held sessions fit for a read: start again those whose lease runs out soon.
+
+        Args:
+            sessions: held ones.
+            force_up_to: those started as this number or before are started again in any case: `starts`, when a read
+                went out that they were not fit for. Later ones are not: other reads of theirs may be out.
 
         Returns:
             per session `LOADED`, or why it must not be read: one from before an outage answers `REPLICA_CHANGED`.
@@ -198,7 +211,7 @@ class SessionTable:
             for session in sessions
             if session.state is SessionState.OPEN
             and session.epoch == self._epoch
-            and (force or self._runs_out(session))
+            and (session.started_as <= force_up_to or self._runs_out(session))
         ]
         # A failed start erases the live session, so nothing is risked while the master does not answer.
         if again and not self.master_suspect:
@@ -339,6 +352,8 @@ class SessionTable:
         if new:
             self._opened += 1
         session.started_at = self._clock()
+        self.starts += 1
+        session.started_as = self.starts
         session.become(SessionState.OPEN)
         return session
 

@@ -69,9 +69,20 @@ async def test_a_restart_that_is_refused_leaves_the_session_open() -> None:
         session = await opened(sessions, "a")
         await given_up(sessions, store, "b")
         assert await sessions.acquire(["c"]) == {"c": PageStatus.SHED}
-        assert await sessions.renew([session], force=True) == [PageStatus.LOADED]
+        assert await sessions.renew([session], force_up_to=sessions.starts) == [PageStatus.LOADED]
         assert memory.statistics().sessions == 1
         store.release()
+        sessions.release([session])
+        await all_ended(sessions, memory)
+
+
+async def test_a_session_that_was_started_since_a_read_went_out_is_not_started_again_for_it() -> None:
+    async with table(max_stuck=9) as (sessions, _, memory):
+        session = await opened(sessions, "a")
+        relied_on = sessions.starts
+        for _ in range(2):  # two reads failed; what the first has sent again is out by now
+            assert await sessions.renew([session], force_up_to=relied_on) == [PageStatus.LOADED]
+        assert sessions.statistics().restarted == 1
         sessions.release([session])
         await all_ended(sessions, memory)
 
@@ -85,7 +96,7 @@ async def test_a_restart_that_is_taken_back_ends_a_session_that_nobody_holds_any
                 others.start_soon(sessions.acquire, [key])
             assert await asyncio.to_thread(store.wait_held, "session_start", 2)
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(lambda: sessions.renew([session], force=True))
+                tasks.start_soon(lambda: sessions.renew([session], force_up_to=sessions.starts))
                 await anyio.wait_all_tasks_blocked()
                 sessions.release([session])
                 tasks.cancel_scope.cancel()
@@ -180,7 +191,7 @@ async def test_a_restart_that_hangs_leaves_its_holders_the_session_that_they_hav
         session = await opened(sessions, "a")
         store.hold("session_start")
         with anyio.fail_after(10):
-            assert await sessions.renew([session], force=True) == [PageStatus.LOADED]
+            assert await sessions.renew([session], force_up_to=sessions.starts) == [PageStatus.LOADED]
             assert store.held("session_start") == 1
             assert (await sessions.acquire(["a"]))["a"] is session
         sessions.release([session] * 2)
