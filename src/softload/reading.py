@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
-from itertools import groupby
 from typing import Any
 
 import structlog
@@ -21,11 +20,12 @@ from softload.native_calls import CallGroup, NativeCall, RefusedError
 from softload.outcomes import Action, PageStatus
 from softload.planning import read_batches
 from softload.protocols import Clock, Descriptor
+from softload.ranged_reads import RangedReads
 from softload.read_execution import execute_read
 from softload.read_health import ReadHealth
 from softload.request_log import RequestLog
 from softload.second_reads import SecondReads
-from softload.sessions import Session, SessionTable
+from softload.sessions import SessionTable
 from softload.store_calls import StoreCalls
 from softload.telemetry import Counters
 
@@ -62,7 +62,6 @@ class Reader:
     ) -> None:
         self._calls = calls
         self._landing = landing
-        self._sessions = sessions
         self._counters = counters
         self._config = config
         self._spawn = spawn
@@ -70,6 +69,7 @@ class Reader:
         self._clock = clock
         self._table = FetchTable()
         self._health = ReadHealth(health, counters)
+        self._ranged = RangedReads(self, sessions)
         self._seconds = SecondReads(self, landing, health, counters)
         self._turn = 0.0
         self.group = CallGroup("read", width=config.read_lanes, max_stuck=config.stuck_threads)
@@ -175,8 +175,8 @@ class Reader:
         ranged = [part for part in parts if part.layers is not None]
         whole = [part for part in leaves(parts) if part.layers is None]
         if ranged:
-            self._spawn(lambda: self._read_ranged(ranged, turn))
-        self._submit(whole, turn, ranged=False)
+            self._spawn(lambda: self._ranged.begin(ranged, turn))
+        self.submit(whole, turn, ranged=False)
 
     def reclaim(self, nbytes: int) -> None:
         """Free kept bytes, oldest first, at least `nbytes` of them."""
@@ -201,7 +201,8 @@ class Reader:
 
     # -- submitting
 
-    def _submit(self, parts: Sequence[Part], turn: Turn, *, ranged: bool) -> None:
+    def submit(self, parts: Sequence[Part], turn: Turn, *, ranged: bool) -> None:
+        """Submit calls for parts, in the order in which they are wanted."""
         batches = read_batches(
             ((part.fetch.endpoint, part.nbytes, part) for part in parts),
             max_bytes=self._config.read_batch_bytes,
@@ -225,42 +226,6 @@ class Reader:
             except RefusedError:
                 self.fail(items, PageStatus.SHED)
 
-    async def _read_ranged(self, parts: Sequence[Part], turn: Turn) -> None:
-        """Hold sessions for the parts' objects, then read them."""
-        new = {part.fetch.key: part.fetch for part in parts if part.fetch.session is None}
-        answers = await self._sessions.acquire(list(new)) if new else {}
-        for key, fetch in new.items():
-            answer = answers[key]
-            if isinstance(answer, Session):
-                fetch.session = answer
-                if not fetch.listeners:  # everybody left meanwhile
-                    self._release_session(fetch)
-            elif answer is PageStatus.NO_MEMORY_REPLICA and fetch.listeners:
-                # No session without a memory replica, but a whole read may bring it in.
-                fetch.parts = [Part(fetch)]
-                self._submit(fetch.parts, turn, ranged=False)
-            else:
-                self.fail(fetch.parts, answer)
-        await self._renew_and_submit([part for part in parts if part.fetch.session is not None], turn)
-
-    async def _renew_and_submit(self, parts: Sequence[Part], turn: Turn, *, force_up_to: int = 0) -> None:
-        held = [part for part in parts if part.fetch.session is not None and part.fetch.listeners]
-        sessions = list({id(part.fetch.session): part.fetch.session for part in held}.values())
-        renewed = self._sessions.renew([each for each in sessions if each is not None], force_up_to=force_up_to)
-        answers = await renewed
-        found = {id(session): answer for session, answer in zip(sessions, answers, strict=True)}
-        for part in held:
-            answer = found.get(id(part.fetch.session), PageStatus.LOADED)  # none: freed meanwhile
-            if answer is not PageStatus.LOADED:
-                self.fail([part], answer)
-        # Calls of their own: the first layers of all objects do not wait for any byte of later ones.
-        queued = [
-            (part.layers.start, part) for part in held if part.state is PartState.QUEUED and part.layers is not None
-        ]
-        queued.sort(key=lambda each: each[0])
-        for _, same in groupby(queued, key=lambda each: each[0]):
-            self._submit([part for _, part in same], turn, ranged=True)
-
     def _prepare(self, call: ReadCall) -> bool:
         """On the loop, right before a thread gets the call: what nobody wants any more is not read."""
         assert call.native is not None
@@ -269,9 +234,8 @@ class Reader:
         if live and self._landing.refuses(call.endpoint):
             self.fail(live, PageStatus.SHED)
             return False
-        sessions = [part.fetch.session for part in live if part.fetch.session is not None]
-        if self._sessions.put_off(sessions):  # its lease ran down while the call was queued
-            self._spawn(lambda: self._renew_and_submit(live, Turn(call.turn.suspects)))
+        if self._ranged.put_off(live):  # its lease ran down while the call was queued
+            self._spawn(lambda: self._ranged.go_on(live, Turn(call.turn.suspects)))
             return False
         for part in live:
             part.state = PartState.IN_FLIGHT
@@ -280,7 +244,7 @@ class Reader:
         if live:
             call.live, call.relied_on = live, set(live)
             call.running = self.group.running + 1
-            call.session_starts = self._sessions.starts
+            call.session_starts = self._ranged.session_starts
             self._health.expect(call)
             self._seconds.watch(call)
         return bool(live)
@@ -327,9 +291,9 @@ class Reader:
         if again:
             turn = Turn(call.turn.suspects)
             if call.ranged:
-                self._spawn(lambda: self._renew_and_submit(again, turn, force_up_to=call.session_starts))
+                self._spawn(lambda: self._ranged.go_on(again, turn, force_up_to=call.session_starts))
             else:
-                self._submit(again, turn, ranged=False)
+                self.submit(again, turn, ranged=False)
 
     def _land(self, part: Part) -> None:
         part.state = PartState.LANDED
@@ -338,8 +302,7 @@ class Reader:
         if fetch.landed:
             fetch.segment.state = SegmentState.LANDED
             self._health.confirm(fetch)
-            if fetch.session is not None:
-                self._release_session(fetch)
+            self._ranged.release(fetch)
             if self._seconds:
                 self._seconds.landed(fetch)
             self._table.add_back(fetch)  # a second read took its place, and was not needed
@@ -394,17 +357,12 @@ class Reader:
 
     def _free(self, fetch: Fetch) -> None:
         self._table.forget(fetch)
-        self._release_session(fetch)
+        self._ranged.release(fetch)
         for part in fetch.parts:  # a queued call skips what has failed
             if part.state is PartState.QUEUED:
                 part.state = PartState.FAILED
         fetch.parts.clear()  # no circle for the collector: parts know their fetch
         self._landing.release(fetch.segment)
-
-    def _release_session(self, fetch: Fetch) -> None:
-        if fetch.session is not None:
-            session, fetch.session = fetch.session, None
-            self._sessions.release([session])
 
     def _remove_corrupt(self, fetch: Fetch) -> None:
         """Two reads agree that the store holds bad bytes: make room for the recomputed page. Never in `page`."""
