@@ -6,15 +6,18 @@ import ast
 import asyncio
 import inspect
 import re
+import shlex
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from softload import LoaderConfig, PageStatus, events
+from softload.errors import StoreSetupError
 from softload.replay.shapes import SHAPES
 from softload.stores import MemoryStore, MooncakeStore
 from softload.stores.embedded import EmbeddedMooncakeStore
+from softload.testing import FaultKind
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -116,3 +119,39 @@ def test_replay_page_names_every_option() -> None:
     named = set(re.findall(r"`(--[a-z-]+)", text))
     assert options - {"--help"} <= named, f"not in docs/replay.md: {sorted(options - named)}"
     assert named - options <= {"--store", "--help"}, f"not an option of replay: {sorted(named - options)}"
+
+
+def replay_lines() -> list[str]:
+    """Every call of `softload replay` that the pages show."""
+    text = "\n".join(page.read_text() for page in PAGES).replace("\\\n", " ")
+    found = re.findall(r"^    (?:unshare .*&& )?(softload replay .*)$", text, re.MULTILINE)
+    return [line.rstrip('"') for line in found if "[" not in line]
+
+
+@pytest.mark.parametrize("line", replay_lines())
+def test_replay_lines_are_good_calls(line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    testing = pytest.importorskip("typer.testing")
+    from softload import cli
+    from softload.replay import options
+    from softload.replay.synthetic import synthetic_trace
+    from softload.replay.trace import write_trace
+
+    called: list[options.ReplayOptions] = []
+
+    async def not_run(given: options.ReplayOptions, *_: object) -> dict[str, object]:
+        called.append(given)
+        raise StoreSetupError("not run")
+
+    monkeypatch.setattr(cli, "replay", not_run)
+    monkeypatch.setattr(options, "why_no_partitions", lambda: None)
+    trace = tmp_path / "trace.jsonl"
+    write_trace(trace, synthetic_trace(300))
+    words = [str(trace) if word == "TRACE" else word for word in shlex.split(line)]
+    result = testing.CliRunner().invoke(cli.app, words[1:])
+    assert called, result.output
+    assert len(called[0].faults) == words.count("--fault")
+
+
+def test_a_line_for_every_fault() -> None:
+    shown = set(re.findall(r"--fault ([a-z-]+)", "".join(replay_lines())))
+    assert shown == set(FaultKind)

@@ -17,7 +17,7 @@ from softload.landing import Segment
 from softload.native_calls import NativeCall
 from softload.outcomes import PageStatus
 from softload.protocols import Descriptor
-from softload.sessions import Session
+from softload.session_states import Session
 
 __all__ = [
     "RETRY",

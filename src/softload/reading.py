@@ -72,7 +72,8 @@ class Reader:
         self._ranged = RangedReads(self, sessions)
         self._seconds = SecondReads(self, landing, health, counters)
         self._turn = 0.0
-        self.group = CallGroup("read", width=config.read_lanes, max_stuck=config.stuck_threads)
+        lanes, stuck = config.read_lanes, config.stuck_threads
+        self.group = CallGroup("read", width=lanes, max_stuck=stuck, at_a_time=config.endpoint_lanes)
         self._removals = CallGroup("remove", width=1, max_stuck=1)
 
     def __repr__(self) -> str:

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from softload.callbacks import callback_context
 from softload.fetches import Fetch, FetchListener, Part, PartState, ReadCall, Turn, leaves
 from softload.health import Health
 from softload.landing import LandingMemory, Segment
-from softload.native_calls import callback_context
 from softload.outcomes import PageStatus
 from softload.protocols import Descriptor
 from softload.telemetry import Counters

@@ -17,17 +17,18 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 import anyio
 
+from softload.callbacks import callback_context
 from softload.health import Health
-from softload.native_calls import CallGroup, NativeCall, RefusedError, callback_context
+from softload.native_calls import CallGroup, NativeCall, RefusedError
 from softload.outcomes import PageStatus
 from softload.protocols import Clock
+from softload.session_states import Session, SessionState, SessionStatistics
 from softload.store_calls import StoreCalls
 
-__all__ = ["Session", "SessionState", "SessionStatistics", "SessionTable"]
+__all__ = ["SessionTable"]
 
 _MAX_STARTS = 2
 _SLOW_START = 0.1
@@ -36,39 +37,6 @@ _LATE_START = 0.25
 
 _MAX_IN_VAIN = 2
 """Renewals without a read between them: where reads queue for longer than a lease lasts, no renewal helps."""
-
-
-class SessionState(StrEnum):
-    """Where a session is in its life."""
-
-    STARTING = "starting"
-    OPEN = "open"
-    ENDING = "ending"
-    GONE = "gone"
-
-
-@dataclass(slots=True, eq=False)
-class Session:
-    """One key's session in the store, shared by its holders."""
-
-    key: str
-    holders: int
-    epoch: int
-    state: SessionState = SessionState.STARTING
-    started_at: float = 0.0
-    started_as: int = 0
-    """Its last start's number among all starts of the table."""
-    in_vain: int = 0
-    """Reads that were put off for a renewal since the last one that went out."""
-    ends_again: bool = False
-    """ENDING: a late start may have come after the end."""
-    changed: anyio.Event = field(default_factory=anyio.Event)
-
-    def become(self, state: SessionState) -> None:
-        """Change state and wake who waits for it."""
-        self.state = state
-        self.changed.set()
-        self.changed = anyio.Event()
 
 
 @dataclass(slots=True, eq=False)
@@ -82,16 +50,6 @@ class _Start:
     calls: list[NativeCall[list[PageStatus]]] = field(default_factory=list)
     """Those that are out."""
     done: anyio.Event = field(default_factory=anyio.Event)
-
-
-@dataclass(frozen=True, slots=True)
-class SessionStatistics:
-    """Sessions open now (starting and ending ones too), and all that were opened, started again, and ended."""
-
-    open: int
-    opened: int
-    restarted: int
-    ended: int
 
 
 class SessionTable:
@@ -218,7 +176,7 @@ class SessionTable:
             self._restarted += len(again)
             await self._start_again(again)
         for session in sessions:
-            if session.state is SessionState.STARTING:
+            while session.state is SessionState.STARTING:  # again, maybe: others that share it may force that too
                 await session.changed.wait()
         return [
             PageStatus.REPLICA_CHANGED
@@ -324,10 +282,10 @@ class SessionTable:
         statuses = call.value or [PageStatus.MALFORMED] * len(start.sessions)
         self._health.record_master(statuses)
         for session, status in zip(start.sessions, statuses, strict=True):
-            if start.was_lost and start.is_new:
-                session.epoch = self._epoch  # asked after the outage began and answered: from the master that is back
             live = self._sessions.get(session.key)
             if live is session and session.state is SessionState.STARTING:
+                if start.was_lost and start.is_new:
+                    session.epoch = self._epoch  # asked since the outage began and answered: of the master that is back
                 start.answers[session.key] = self._started(session, status, new=start.is_new)
             elif status is PageStatus.LOADED:
                 self._came_late(session.key, live)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from itertools import groupby
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby, islice
 from operator import attrgetter
 from typing import Protocol
 
@@ -28,6 +28,14 @@ _PAGES_PER_TURN = 256
 
 
 _SIZE: Callable[[Descriptor | None], int] = attrgetter("size")
+
+_CHUNKS_AHEAD = 2
+"""As many of these are planned before the unit is admitted."""
+
+
+_WORTH_PAGES = 64
+_WORTH_BYTES = 1 << 20
+"""Less of a column is planned, and read, together with the next: a call of its own takes longer than its bytes."""
 
 
 class UnitListener(FetchListener, Protocol):
@@ -62,6 +70,8 @@ class UnitFetches:
         self._unplanned: deque[tuple[Column, int]] = deque()
         self._unqueued: list[Part] = []
         self._turn = Turn()
+        self._ahead: tuple[tuple[Column, int], ...] = ()
+        """Planned before the unit was admitted."""
         self._parts: tuple[range, ...] = ()
         """The layers of each part that objects are read in; none where they are read whole."""
         self._is_marked = False
@@ -100,11 +110,43 @@ class UnitFetches:
                     return False
         return True
 
+    def read_ahead(self, columns: Sequence[Column], found: Mapping[str, Descriptor | None], turn: Turn) -> None:
+        """Before the unit is admitted: start the reads of whole columns, if there is memory for all of the unit.
+
+        Only where nothing of it is here or on its way, so that there is nothing to join.
+        """
+        landing, wanted = self._context.landing, self._sizes()
+        sizes = _runs(wanted)
+        if self._context.reader.knows_any(wanted) or landing.sheds or landing.cost(sizes) > landing.limit(self._share):
+            return
+        segments = landing.try_grant_runs(sizes, self._share)
+        if segments is None:
+            return
+        self._context.planned.add(self, self._pages.page_keys())
+        self._spare = Grant(wanted, segments)
+        self.descriptors.update(found)
+        self._turn = turn
+        self._ahead = tuple(islice(_chunks(columns), _CHUNKS_AHEAD))
+        for column, first in self._ahead:
+            self._unqueued += self._assign(column, first)
+        self._queue()
+
     async def begin(self) -> None:
         """Join what is on its way, and be granted landing memory for the rest, whole and in turn; `plan` comes next."""
-        landing = self._context.landing
-        self._context.planning.add(self)
+        self._context.planned.add(self, self._pages.page_keys())
         await self._context.pacer.turn()
+        if self._ahead:
+            self.prune()
+            self._join(self._spare)
+        else:
+            await self._be_granted()
+        self._conclude()
+        waits = None if self._share is Share.PREFETCH else self._layer_seconds
+        self._parts = parts_to_read(self._context, self._pages, self.descriptors, self._spare, waits)
+        self._unplanned.extend(chunk for chunk in _chunks(self._pages.all_columns()) if chunk not in self._ahead)
+
+    async def _be_granted(self) -> None:
+        landing = self._context.landing
         wanted = self._sizes()
         while landing.cost(_runs(wanted)) > landing.limit(self._share):
             pages = self._pages.pages
@@ -122,19 +164,11 @@ class UnitFetches:
         if segments is None:
             # Who waits holds nothing, and what is here now need not be here when there is room: so room for all of it.
             self.let_go_all(keep=True)
-            self._context.planning.add(self)
+            self._context.planned.add(self, self._pages.page_keys())
             new = wanted
             segments = await landing.grant_runs(_runs(new), self._share) or []
             self._join(wanted)
-        self._conclude()
         self._spare = Grant(new, segments)
-        waits = None if self._share is Share.PREFETCH else self._layer_seconds
-        self._parts = parts_to_read(self._context, self._pages, self.descriptors, new, waits)
-        self._unplanned.extend(
-            (column, first)
-            for column in self._pages.all_columns()
-            for first in range(0, len(column.keys), _PAGES_PER_TURN)
-        )
 
     async def plan(self, turn: Turn) -> bool:
         """Join or start the next few fetches, in the order in which they are wanted. False where none are left.
@@ -147,7 +181,13 @@ class UnitFetches:
         if not self._unplanned:  # all was let go meanwhile
             return False
         self._turn = turn
-        self._unqueued += self._assign(*self._unplanned.popleft())
+        pages = nbytes = 0
+        while self._unplanned and pages < _WORTH_PAGES and nbytes < _WORTH_BYTES:
+            column, first = self._unplanned.popleft()
+            self._unqueued += self._assign(column, first)
+            planned = len(_part_of(self._pages.pages_of(column), first))
+            pages += planned
+            nbytes += planned * column.spec.size
         if not self._unplanned:
             self._finish_planning()
         elif not self._parts:  # ranges wait for the rest: first layers of all objects before the last of any
@@ -209,9 +249,9 @@ class UnitFetches:
     def let_go(self, columns: Iterable[Column], *, keep: bool) -> None:
         """Let go of whole columns, which are copied."""
         # An object that several units want at a time is read once, however far ahead of the others one of them is.
-        keep = keep or not self._context.planning <= {self}
+        planned = self._context.planned
         for column in columns:
-            self._let_go_column(column, keep=keep)
+            self._let_go_column(column, keep=keep or planned.other_wants(self, self._pages.keys_of(column)))
             # All of it may have been here when the unit began: nobody brings it again.
             if any(each is column for each, _ in self._unplanned):
                 self._unplanned = deque((each, first) for each, first in self._unplanned if each is not column)
@@ -221,7 +261,7 @@ class UnitFetches:
     def let_go_all(self, *, keep: bool) -> None:
         """Let go of everything; landed bytes may serve later units with `keep`."""
         self._unplanned.clear()
-        self._context.planning.discard(self)
+        self._context.planned.discard(self)
         # This unit ends here; whoever has joined what it was about to read has not.
         self._unqueued = [part for part in leaves(self._unqueued) if part.fetch.joiners]
         self._queue()
@@ -308,7 +348,7 @@ class UnitFetches:
         return fetch.count
 
     def _finish_planning(self) -> None:
-        self._context.planning.discard(self)
+        self._context.planned.discard(self)
         self._unqueued.sort(key=lambda part: 0 if part.layers is None else part.layers.start)
         self._queue()
         self._release_spare()
@@ -391,6 +431,13 @@ class UnitFetches:
             if pairs:
                 found.append((layers, pairs))
         return found
+
+
+def _chunks(columns: Iterable[Column]) -> Iterator[tuple[Column, int]]:
+    """What is planned in one turn each: a column, and the first of its pages."""
+    for column in columns:
+        for first in range(0, len(column.keys), _PAGES_PER_TURN):
+            yield column, first
 
 
 def _part_of(pages: range, first: int) -> range:

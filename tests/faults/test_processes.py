@@ -16,7 +16,7 @@ from softload import LoaderConfig, PageLoader, open_store
 from softload.stores import MooncakeCluster
 
 from . import loading_script
-from .rig import Watch
+from .rig import Watch, children_of, exists
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.mooncake]
 pytest.importorskip("mooncake")
@@ -24,19 +24,8 @@ pytest.importorskip("mooncake")
 SCRIPT = Path(loading_script.__file__)
 
 
-def children_of(pid: int) -> list[int]:
-    found = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        found += [int(child) for child in (task / "children").read_text().split()]
-    return found
-
-
 def start_script(address: str) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, str(SCRIPT), address], stdout=subprocess.PIPE, text=True)
-
-
-def exists(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()
 
 
 async def test_a_cluster_serves_others_at_once_when_a_loader_is_killed(report: Callable[..., None]) -> None:

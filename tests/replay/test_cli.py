@@ -16,7 +16,7 @@ from softload import cli
 from softload.cli import app
 from softload.doctor import Check
 from softload.errors import LandingMemoryError, SoftloadError
-from softload.replay import runner
+from softload.replay import options, runner
 from softload.replay.synthetic import synthetic_trace
 from softload.replay.trace import write_trace
 
@@ -30,7 +30,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_replay_of_a_file_writes_json_and_a_table(tmp_path: Path) -> None:
-    trace, figures = tmp_path / "small.jsonl", tmp_path / "figures.json"
+    trace, figures = tmp_path / "[red]small.jsonl", tmp_path / "figures.json"
     write_trace(trace, synthetic_trace(20))
     result = invoke.invoke(
         app, ["replay", str(trace), "--requests", "15", "--json", str(figures), "--landing", "32MiB"]
@@ -38,7 +38,8 @@ def test_replay_of_a_file_writes_json_and_a_table(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     written = json.loads(figures.read_text())
     assert written["requests"] == 15
-    assert written["trace"] == "small.jsonl"
+    assert written["trace"] == "[red]small.jsonl"
+    assert "replay of [red]small.jsonl on memory://" in " ".join(result.output.split())
     assert written["landing_bytes"] == 32 << 20
     assert "restored" in result.output and "15/15 requests" in result.output
 
@@ -71,6 +72,7 @@ def test_a_replay_that_is_not_clean_exits_with_1(monkeypatch: pytest.MonkeyPatch
         (["--deadline", "nan"], "--deadline: expected 0 or more seconds, got nan"),
         (["--max-running", "0"], "--max-running: expected at least 1, got 0"),
         (["--shape", "dsv4-flash/0"], "--shape: expected dsv4-flash/FACTOR with a factor of 1 or more, got"),
+        (["--read-mode", "ranges"], "--read-mode: 'ranges' needs layout 'page', got layout 'grouped'"),
         (["--shape", "gpt"], "--shape: expected one of mini, "),
         (["--fault", "kill-master@2"], "--fault 'kill-master@2': expected a cluster of the replay's own"),
         (["--fault", "evict=2"], "--fault 'evict=2': expected a probability of at most 1, got 2"),
@@ -101,6 +103,15 @@ def test_bad_calls_exit_with_2(arguments: list[str], message: str) -> None:
     assert result.exit_code == 2
     assert result.output.startswith(f"softload: {message}")
     assert result.output.count("\n") == 1
+
+
+def test_ports_are_cut_off_in_a_network_of_ones_own_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "why_no_partitions", lambda: "the network of the whole machine")
+    arguments = ["--store", "mooncake://embedded?owners=1", "--fault", "part-owner@1"]
+    result = invoke.invoke(app, ["replay", *arguments])
+    assert result.exit_code == 2
+    assert result.output.startswith("softload: --fault 'part-owner@1': expected iproute2 and a network namespace of")
+    assert result.output.endswith(", got the network of the whole machine\n")
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -16,7 +17,7 @@ __all__ = ["summary_rows", "summary_table"]
 def summary_table(figures: Mapping[str, Any]) -> Table:
     """The figures that a reader wants first; all of them are in the JSON."""
     how = ", ".join(figures[name] for name in ("shape", "layout", "admission"))
-    title = f"replay of {figures['trace']} on {figures['store']}: {how}"
+    title = escape(f"replay of {figures['trace']} on {figures['store']}: {how}")
     table = Table(title=title, show_header=False, title_justify="left")
     table.add_column(no_wrap=True)
     table.add_column(justify="left", overflow="fold")

@@ -19,8 +19,10 @@ import zmq
 from sglang.srt.managers.io_struct import (
     AbortReq,
     BatchTokenIDOutput,
+    ContinueGenerationReqInput,
     FlushCacheReqInput,
     FlushCacheReqOutput,
+    PauseGenerationReqInput,
     ShutdownReq,
     TokenizedGenerateReqInput,
     sock_recv,
@@ -101,11 +103,10 @@ class HookedLinker(SoftloadLinker):
 
     wrap: ClassVar[Callable[[PageStore], PageStore]] = lambda store: store
     made: ClassVar[tuple[tuple[Any, ...], dict[str, Any]]]
-    go: ClassVar[threading.Event] = threading.Event()
-    """While it is not set the scheduler stands before its next step."""
     looked_up: ClassVar[dict[str, tuple[str, ...]]] = {}
     """The page hashes of each request."""
-    steps: ClassVar[int] = 0
+    lookups: ClassVar[Counter[str]] = Counter()
+    """How often each request was looked up."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         type(self).made = args, kwargs
@@ -114,17 +115,10 @@ class HookedLinker(SoftloadLinker):
     def make_store(self) -> PageStore:
         return HookedLinker.wrap(super().make_store())
 
-    def step(self) -> None:
-        HookedLinker.go.wait()
-        HookedLinker.steps += 1
-        super().step()
-
     def lookup(self, rid: str, transfers: list[Any]) -> list[int]:
         HookedLinker.looked_up[rid] = self._units.wanted(transfers).keys
+        HookedLinker.lookups[rid] += 1
         return super().lookup(rid, transfers)
-
-
-HookedLinker.go.set()
 
 
 @dataclass(slots=True, eq=False)
@@ -137,7 +131,14 @@ class Answer:
     times: list[float] = field(default_factory=list)
     """When each token came, on the monotonic clock."""
     sent: float = 0.0
+    ended: float = 0.0
     done: threading.Event = field(default_factory=threading.Event)
+
+    def end(self, reason: dict[str, Any]) -> None:
+        """Nothing more comes."""
+        self.finish = reason
+        self.ended = time.monotonic()
+        self.done.set()
 
     @property
     def is_good(self) -> bool:
@@ -218,10 +219,15 @@ class Engine:
         self.batches: list[list[str]] = []
         """The requests that were prefilled together."""
         self._flushed = threading.Event()
+        self._flush_succeeded = False
         self._number = 0
         self._lock = threading.Lock()
         self._stopped = False
+        self._go = threading.Event()
+        """While it is not set the scheduler stands before its next step."""
+        self._go.set()
         self._count_forwards()
+        self._gate_steps()
         self._threads = [threading.Thread(target=self._run), threading.Thread(target=self._receive)]
         for thread in self._threads:
             thread.daemon = True
@@ -233,7 +239,7 @@ class Engine:
         linker: HookedLinker = self.scheduler.tree_cache.linker.cache_linker
         return linker
 
-    def start(self, prompt: Prompt, *, tokens: int = 8) -> Answer:
+    def start(self, prompt: Prompt, *, tokens: int = 8, priority: int | None = None) -> Answer:
         """Send a request."""
         with self._lock:
             self._number += 1
@@ -254,6 +260,7 @@ class Engine:
             top_logprobs_num=0,
             token_ids_logprob=None,
             stream=True,
+            priority=priority,
         )
         self._send(request)
         return answer
@@ -265,9 +272,9 @@ class Engine:
             assert answer.done.wait(timeout), "a request has not ended"
         return answers
 
-    def abort(self, answer: Answer) -> None:
-        """Its client has gone."""
-        self._send(AbortReq(rid=self.rid_of(answer)))
+    def abort(self, answer: Answer, *, everybody: bool = False) -> None:
+        """Its client has gone, or those of all."""
+        self._send(AbortReq(rid=self.rid_of(answer), abort_all=everybody))
 
     def rid_of(self, answer: Answer) -> str:
         """SGLang's name of a request."""
@@ -277,14 +284,21 @@ class Engine:
         """The hashes of a request's pages."""
         return HookedLinker.looked_up[self.rid_of(answer)]
 
-    def together(self, prompts: Sequence[Prompt], *, tokens: int = 8) -> list[Answer]:
-        """Send requests that the scheduler sees at once, and wait for the ends of all."""
-        HookedLinker.go.clear()
+    def start_together(self, prompts: Sequence[Prompt], *, tokens: int = 8) -> list[Answer]:
+        """Send requests that the scheduler sees at once."""
+        self._go.clear()
         try:
             answers = [self.start(prompt, tokens=tokens) for prompt in prompts]
             time.sleep(0.2)  # in the scheduler's socket, all of them
         finally:
-            HookedLinker.go.set()
+            self._go.set()
+        for answer in answers:
+            answer.sent = time.monotonic()  # the engine stood till now
+        return answers
+
+    def together(self, prompts: Sequence[Prompt], *, tokens: int = 8) -> list[Answer]:
+        """Send requests that the scheduler sees at once, and wait for the ends of all."""
+        answers = self.start_together(prompts, tokens=tokens)
         for answer in answers:
             assert answer.done.wait(60), "a request has not ended"
         return answers
@@ -299,11 +313,34 @@ class Engine:
             time.sleep(0.005)
 
     def flush(self) -> None:
-        """Empty the engine's own cache."""
+        """Empty the engine's own cache, once nothing runs any more."""
         self.settle()
+        assert self.try_flush()
+
+    def try_flush(self) -> bool:
+        """Ask for it at once; whether it was done."""
         self._flushed.clear()
         self._send(FlushCacheReqInput())
         assert self._flushed.wait(20)
+        return self._flush_succeeded
+
+    def pause(self, mode: str) -> None:
+        """Let the event loop run nothing."""
+        self._send(PauseGenerationReqInput(mode=mode))
+        until = time.monotonic() + 20
+        while not self.scheduler._engine_paused:
+            assert time.monotonic() < until, "the engine does not pause"
+            time.sleep(0.005)
+
+    def resume(self) -> None:
+        """Let it go on after a pause."""
+        self._send(ContinueGenerationReqInput())
+
+    @property
+    def free_tokens(self) -> int:
+        """Slots that no request holds, those of the tree included."""
+        tree, allocator = self.scheduler.tree_cache, self.scheduler.token_to_kv_pool_allocator
+        return int(allocator.available_size()) + int(tree.evictable_size())
 
     def relink(self, **options: Any) -> HookedLinker:
         """Another linker in place of the present one, wired as SGLang does it."""
@@ -340,7 +377,7 @@ class Engine:
                 continue
             output = sock_recv(self._outputs)
             if isinstance(output, FlushCacheReqOutput):
-                assert output.success
+                self._flush_succeeded = output.success
                 self._flushed.set()
             elif isinstance(output, BatchTokenIDOutput):
                 now = time.monotonic()
@@ -348,8 +385,7 @@ class Engine:
                     self._take(rid, output, index, now)
             elif isinstance(output, AbortReq):
                 answer = self.answers[output.rid]
-                answer.finish = output.finished_reason or {"type": "abort"}
-                answer.done.set()
+                answer.end(output.finished_reason or {"type": "abort"})
 
     def _take(self, rid: str, output: Any, index: int, now: float) -> None:
         answer = self.answers.get(rid)
@@ -361,8 +397,7 @@ class Engine:
         answer.times += [now] * len(new)
         answer.cached_tokens = output.cached_tokens[index]
         if output.finished_reasons[index] is not None:
-            answer.finish = output.finished_reasons[index]
-            answer.done.set()
+            answer.end(output.finished_reasons[index])
 
     def _count_forwards(self) -> None:
         run_batch = self.scheduler.run_batch
@@ -376,6 +411,15 @@ class Engine:
             return run_batch(batch, *args, **kwargs)
 
         self.scheduler.run_batch = counting
+
+    def _gate_steps(self) -> None:
+        get_next_batch_to_run = self.scheduler.get_next_batch_to_run
+
+        def gated(*args: Any, **kwargs: Any) -> Any:
+            self._go.wait()
+            return get_next_batch_to_run(*args, **kwargs)
+
+        self.scheduler.get_next_batch_to_run = gated
 
 
 def prompts(*lengths: int, seed: int = 1) -> list[Prompt]:
