@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from .engines import Engine, HookedLinker, engine, prompts, tiny_llama
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    settings = {"enable_priority_scheduling": True, "max_running_requests": 1}
+    settings: dict[str, Any] = {"enable_priority_scheduling": True, "max_running_requests": 1}
     with engine(tiny_llama(tmp_path_factory.mktemp("model"), layers=4), **settings) as one:
         yield one
 

@@ -122,7 +122,7 @@ def run(address: str, asked: list[list[int]], seconds: float) -> list[tuple[int,
 
 
 # One byte of an object is flipped now and then: only a digest of all bytes finds that.
-LINKER = {
+LINKER: dict[str, Any] = {
     "linker": "FaultyLinker",
     "linker_module_path": "tests.adapters.sglang.faulty_linker",
     "linker_extra_config": {
@@ -149,7 +149,7 @@ def test_a_launched_server_restores_what_it_forgot(tmp_path: Path) -> None:
 
 
 # Full well before the middle of the run below: what is kept in a store of this process is memory of it, too.
-SMALL_STORE = {**LINKER, "linker_extra_config": {**LINKER["linker_extra_config"], "store": "memory://?capacity=48MiB"}}
+SMALL_STORE = LINKER | {"linker_extra_config": LINKER["linker_extra_config"] | {"store": "memory://?capacity=48MiB"}}
 
 
 @pytest.mark.slow
