@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,17 +39,8 @@ def tables(result: dict[str, Any]) -> Iterator[str]:
             yield f"\n**{name}, {store}**\n"
             yield from _flat(figures)
     found = list(goals(result))
-    yield "\n**Goals**\n"
-    yield "| show | goal | case | wanted | measured | |"
-    yield "| ---: | --- | --- | ---: | ---: | --- |"
-    for goal in found:
-        yield f"| {goal.show} | {goal.name} | {goal.case} | {goal.wanted} | {goal.measured:.3g} | {_verdict(goal)} |"
-    yield "\n| show | met | missed |"
-    yield "| ---: | ---: | --- |"
-    for show in sorted({goal.show for goal in found}):
-        these = [goal for goal in found if goal.show == show]
-        missed = dict.fromkeys(f"{goal.name} ({goal.case})" for goal in these if not goal.met)
-        yield f"| {show} | {sum(goal.met for goal in these)} of {len(these)} | {'; '.join(missed)} |"
+    if found:
+        yield from _goals(found)
     for name in result.get("failed", ()):
         yield f"\n**Not measured: {name}**"
 
@@ -86,6 +77,20 @@ def _flat(figures: Any, path: str = "") -> Iterator[str]:
         yield f"- {path}: {', '.join(f'{value:.4g}' for value in figures)}"
     else:
         yield f"- {path}: {figures:.4g}" if isinstance(figures, float) else f"- {path}: {figures}"
+
+
+def _goals(found: Sequence[Goal]) -> Iterator[str]:
+    yield "\n**Goals**\n"
+    yield "| show | goal | case | wanted | measured | |"
+    yield "| ---: | --- | --- | ---: | ---: | --- |"
+    for goal in found:
+        yield f"| {goal.show} | {goal.name} | {goal.case} | {goal.wanted} | {goal.measured:.3g} | {_verdict(goal)} |"
+    yield "\n| show | met | missed |"
+    yield "| ---: | ---: | --- |"
+    for show in sorted({goal.show for goal in found}):
+        these = [goal for goal in found if goal.show == show]
+        missed = dict.fromkeys(f"{goal.name} ({goal.case})" for goal in these if not goal.met)
+        yield f"| {show} | {sum(goal.met for goal in these)} of {len(these)} | {'; '.join(missed)} |"
 
 
 def _verdict(goal: Goal) -> str:

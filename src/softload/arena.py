@@ -36,6 +36,8 @@ class Arena:
             ) from error
         skip = -block.data_ptr() % PAGE
         self.memory: npt.NDArray[np.uint8] = block.numpy()[skip : skip + nbytes]
+        if not pinned:  # page by page, now: else the first reads into it would pay for that
+            self.memory[::PAGE] = 0
         self.pointer = block.data_ptr() + skip
         self.nbytes = nbytes
         self.free_bytes = nbytes

@@ -17,13 +17,13 @@ from softload.protocols import Clock
 
 __all__ = ["CostModel", "Costs", "Way", "best_way", "stall"]
 
-_FORGET = 0.85
+_FORGET = 0.8
 """Weight that a sample keeps when the next one comes."""
 
 _HALF_LIFE = 30.0
 """Seconds in which a sample loses half of its weight."""
 
-_PRIOR = 0.02
+_PRIOR = 0.2
 """Weight of what is expected before the first sample, in samples."""
 
 _LEAST_WEIGHT = 1e-3
@@ -52,12 +52,12 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class _Fit:
-    """Least squares with two unknowns, held to what is expected by a small weight.
+    """Least squares of relative errors with two unknowns, held to what is expected by a small weight.
 
     Args:
         at: when the last sample came.
         weight: of all samples.
-        moments: sums over them: of items and of bytes squared, of their product, and of each times seconds.
+        moments: sums over them: of items and of bytes a second, squared, their product, and both as they are.
     """
 
     at: float = 0.0
@@ -70,11 +70,11 @@ class _Fit:
         return _Fit(now, self.weight * share, (aa * share, bb * share, ab * share, a * share, b * share))
 
     def with_sample(self, items: int, nbytes: int, seconds: float) -> _Fit:
-        # Calls of all sizes weigh the same, and slow ones no less than fast ones.
-        scale = 1 / (items * _EXPECTED_ITEM[True] + nbytes * _EXPECTED_BYTE)
-        x, y, z = items * scale, nbytes * scale, seconds * scale
+        # Of relative errors: a call of whatever size weighs the same, and one that took much longer than such calls do
+        # weighs little. First reads touch memory that was never touched, and any may be held up by others.
+        x, y = items / seconds, nbytes / seconds
         aa, bb, ab, a, b = self.moments
-        return _Fit(self.at, self.weight + 1.0, (aa + x * x, bb + y * y, ab + x * y, a + x * z, b + y * z))
+        return _Fit(self.at, self.weight + 1.0, (aa + x * x, bb + y * y, ab + x * y, a + x, b + y))
 
     def solve(self, expected: Costs) -> Costs:
         aa, bb, ab, a, b = self.moments
@@ -136,7 +136,7 @@ class CostModel:
         known = self._endpoints.get(endpoint)
         if known is None:
             return Costs(_EXPECTED_ITEM[ranged], _EXPECTED_BYTE)
-        expected = Costs(_EXPECTED_ITEM[ranged], 1 / known.rate)
+        expected = Costs(_EXPECTED_ITEM[ranged], 1 / known.rate if known.rate else _EXPECTED_BYTE)
         return known.fits[ranged].faded(self._clock()).solve(expected)
 
 

@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 
 import anyio
 
+from softload.callbacks import callback_context
 from softload.health import Health
-from softload.native_calls import CallGroup, NativeCall, RefusedError, callback_context
+from softload.native_calls import CallGroup, NativeCall, RefusedError
 from softload.outcomes import PageStatus
 from softload.protocols import Clock
 from softload.session_states import Session, SessionState, SessionStatistics
@@ -175,7 +176,7 @@ class SessionTable:
             self._restarted += len(again)
             await self._start_again(again)
         for session in sessions:
-            if session.state is SessionState.STARTING:
+            while session.state is SessionState.STARTING:  # again, maybe: others that share it may force that too
                 await session.changed.wait()
         return [
             PageStatus.REPLICA_CHANGED

@@ -54,9 +54,9 @@ def test_a_kind_of_read_that_was_never_tried_should_have_the_rate_of_the_other()
     assert ranges.byte == pytest.approx(1e-9, rel=0.1)
 
 
-def test_a_link_that_became_slow_is_known_after_a_few_reads() -> None:
+def test_a_link_that_became_slow_is_known_after_some_loads() -> None:
     model = fed()
-    for _ in range(8):
+    for _ in range(30):
         model.record("a", ranged=False, items=64, nbytes=16 << 20, seconds=64 * ITEM + (16 << 20) * BYTE * 10)
     assert model.costs("a", ranged=False).seconds(64, 16 << 20) > 5 * (64 * ITEM + (16 << 20) * BYTE)
 
@@ -67,6 +67,23 @@ def test_what_was_slow_long_ago_is_tried_again() -> None:
     assert model.costs("a", ranged=True).item > 1e-3
     clock.now += 600
     assert model.costs("a", ranged=True).item < 1e-4
+
+
+@pytest.mark.parametrize("ranged", [False, True])
+def test_first_reads_that_took_long_are_forgotten_as_soon_as_others_do_not(ranged: bool) -> None:
+    model = CostModel(clock=Clock())
+    for nbytes in (4 << 20, 4 << 20, 16 << 20):  # into memory that was never touched
+        model.record("a", ranged=ranged, items=64, nbytes=nbytes, seconds=0.06)
+    for nbytes in (4 << 20, 16 << 20):
+        model.record("a", ranged=ranged, items=64, nbytes=nbytes, seconds=64 * ITEM + nbytes * BYTE)
+    assert model.costs("a", ranged=ranged).seconds(64, 8 << 20) < 2 * (64 * ITEM + (8 << 20) * BYTE)
+
+
+def test_one_read_that_was_held_up_says_little() -> None:
+    model = fed()
+    before = model.costs("a", ranged=False).seconds(64, 16 << 20)
+    model.record("a", ranged=False, items=64, nbytes=16 << 20, seconds=50 * before)
+    assert model.costs("a", ranged=False).seconds(64, 16 << 20) < 1.5 * before
 
 
 def test_one_endpoint_says_nothing_about_another_and_the_number_of_endpoints_is_bounded() -> None:

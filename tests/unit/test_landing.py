@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 from collections.abc import Sequence
 
 import anyio
@@ -29,6 +30,13 @@ def check_arena(arena: Arena, taken: Sequence[tuple[int, int]]) -> None:
     assert at == arena.nbytes
     assert arena.free_bytes == sum(length for _, length in free)
     assert arena.is_unused == (not taken)
+
+
+def test_memory_was_touched_before_anything_lands_in_it() -> None:
+    arena = Arena(32 << 20, pinned=False)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    arena.memory[:] = 1
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 1000, "8,192 pages, all of which are there"
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 1 << 16)), max_size=60))

@@ -206,3 +206,27 @@ async def until(condition: Callable[[], bool]) -> None:
     with anyio.fail_after(10):
         while not condition():  # noqa: ASYNC110  # a thread brings it about
             await anyio.sleep(0.001)
+
+
+async def test_restarts_of_one_session_by_several_holders_fail_nobody() -> None:
+    """Who waits for one restart may wake to the next one: its session is being started, not gone."""
+    async with table(max_stuck=4) as (sessions, store, memory):
+        session = await opened(sessions, "a")
+        answers: dict[str, PageStatus] = {}
+
+        async def restart(who: str, *, after_another: bool = False) -> None:
+            if after_another:
+                await session.changed.wait()
+            answers[who] = (await sessions.renew([session], force_up_to=sessions.starts))[0]
+
+        async with anyio.create_task_group() as tasks:
+            store.hold("session_start")
+            tasks.start_soon(restart, "first")
+            assert await asyncio.to_thread(store.wait_held, "session_start", 1)
+            for who, after_another in (("second", True), ("waiting", False)):  # the second wakes before who waits
+                tasks.start_soon(lambda who=who, after=after_another: restart(who, after_another=after))  # type: ignore[misc]
+                await anyio.wait_all_tasks_blocked()
+            store.release()
+        assert answers == dict.fromkeys(("first", "second", "waiting"), PageStatus.LOADED)
+        sessions.release([session])
+        await all_ended(sessions, memory)

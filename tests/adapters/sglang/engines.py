@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import ctypes
 import random
 import threading
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import zmq
 from sglang.srt.managers.io_struct import (
     AbortReq,
     BatchTokenIDOutput,
+    ContinueGenerationReqInput,
     FlushCacheReqInput,
     FlushCacheReqOutput,
+    PauseGenerationReqInput,
     ShutdownReq,
     TokenizedGenerateReqInput,
     sock_recv,
@@ -34,12 +35,9 @@ from sglang.srt.server_args import PortArgs, ServerArgs
 from sglang.srt.utils.network import get_zmq_socket
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from softload.adapters.sglang import SoftloadLinker
 from softload.adapters.sglang.plugin import register
-from softload.outcomes import PageStatus
-from softload.protocols import Answer as StoreAnswer
-from softload.protocols import Descriptor, PageStore
-from softload.stores import WrapperStore
+
+from .hooked_linker import HookedLinker
 
 VOCABULARY = 512
 PAGE = 64
@@ -48,83 +46,6 @@ Prompt = list[int]
 
 register()
 HookRegistry.apply_hooks()
-
-
-class Faults(WrapperStore):
-    """A store whose objects can be made to fail, by what their keys contain."""
-
-    def __init__(self, inner: PageStore) -> None:
-        super().__init__(inner)
-        self.gone: Callable[[str], bool] = lambda key: False
-        """Objects that cannot be read although they are there."""
-        self.torn: Callable[[str, int], bool] = lambda key, offset: False
-        """Ranges of objects that cannot be read, by key and first offset."""
-        self.removed: Callable[[str], bool] = lambda key: False
-        """Objects that are removed once they were said to be there."""
-        self.seconds = 0.0
-        """How long a read takes at least."""
-        self.damaged: Callable[[str], bool] = lambda key: False
-        """Objects whose bytes change between the store and here."""
-
-    def descriptors(self, keys: Sequence[str]) -> Sequence[Descriptor | PageStatus]:
-        answers = self.inner.descriptors(keys)
-        self.inner.remove([key for key in keys if self.removed(key)], force=True)
-        return answers
-
-    def read(self, keys: Sequence[str], pointers: Sequence[int], sizes: Sequence[int]) -> Sequence[StoreAnswer]:
-        if self.seconds:
-            time.sleep(self.seconds)
-        answers = list(self.inner.read(keys, pointers, sizes))
-        for index, key in enumerate(keys):
-            if self.gone(key):
-                answers[index] = PageStatus.NOT_FOUND
-            if self.damaged(key):
-                ctypes.memset(pointers[index], 0x40, sizes[index] - 32)  # all but the tail: numbers near 3
-        return answers
-
-    def read_ranges(
-        self,
-        keys: Sequence[str],
-        pointers: Sequence[Sequence[int]],
-        sizes: Sequence[Sequence[int]],
-        offsets: Sequence[Sequence[int]],
-    ) -> Sequence[StoreAnswer]:
-        answers = self.inner.read_ranges(keys, pointers, sizes, offsets)
-        return [
-            PageStatus.NOT_FOUND if self.torn(key, starts[0]) else answer
-            for key, starts, answer in zip(keys, offsets, answers, strict=True)
-        ]
-
-
-class HookedLinker(SoftloadLinker):
-    """The linker with a store that tests can reach into. Keeps what it was made with, so that others can be."""
-
-    wrap: ClassVar[Callable[[PageStore], PageStore]] = lambda store: store
-    made: ClassVar[tuple[tuple[Any, ...], dict[str, Any]]]
-    go: ClassVar[threading.Event] = threading.Event()
-    """While it is not set the scheduler stands before its next step."""
-    looked_up: ClassVar[dict[str, tuple[str, ...]]] = {}
-    """The page hashes of each request."""
-    steps: ClassVar[int] = 0
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        type(self).made = args, kwargs
-        super().__init__(*args, **kwargs)
-
-    def make_store(self) -> PageStore:
-        return HookedLinker.wrap(super().make_store())
-
-    def step(self) -> None:
-        HookedLinker.go.wait()
-        HookedLinker.steps += 1
-        super().step()
-
-    def lookup(self, rid: str, transfers: list[Any]) -> list[int]:
-        HookedLinker.looked_up[rid] = self._units.wanted(transfers).keys
-        return super().lookup(rid, transfers)
-
-
-HookedLinker.go.set()
 
 
 @dataclass(slots=True, eq=False)
@@ -137,7 +58,14 @@ class Answer:
     times: list[float] = field(default_factory=list)
     """When each token came, on the monotonic clock."""
     sent: float = 0.0
+    ended: float = 0.0
     done: threading.Event = field(default_factory=threading.Event)
+
+    def end(self, reason: dict[str, Any]) -> None:
+        """Nothing more comes."""
+        self.finish = reason
+        self.ended = time.monotonic()
+        self.done.set()
 
     @property
     def is_good(self) -> bool:
@@ -218,10 +146,15 @@ class Engine:
         self.batches: list[list[str]] = []
         """The requests that were prefilled together."""
         self._flushed = threading.Event()
+        self._flush_succeeded = False
         self._number = 0
         self._lock = threading.Lock()
         self._stopped = False
+        self._go = threading.Event()
+        """While it is not set the scheduler stands before its next step."""
+        self._go.set()
         self._count_forwards()
+        self._gate_steps()
         self._threads = [threading.Thread(target=self._run), threading.Thread(target=self._receive)]
         for thread in self._threads:
             thread.daemon = True
@@ -233,7 +166,7 @@ class Engine:
         linker: HookedLinker = self.scheduler.tree_cache.linker.cache_linker
         return linker
 
-    def start(self, prompt: Prompt, *, tokens: int = 8) -> Answer:
+    def start(self, prompt: Prompt, *, tokens: int = 8, priority: int | None = None) -> Answer:
         """Send a request."""
         with self._lock:
             self._number += 1
@@ -254,6 +187,7 @@ class Engine:
             top_logprobs_num=0,
             token_ids_logprob=None,
             stream=True,
+            priority=priority,
         )
         self._send(request)
         return answer
@@ -265,9 +199,9 @@ class Engine:
             assert answer.done.wait(timeout), "a request has not ended"
         return answers
 
-    def abort(self, answer: Answer) -> None:
-        """Its client has gone."""
-        self._send(AbortReq(rid=self.rid_of(answer)))
+    def abort(self, answer: Answer, *, everybody: bool = False) -> None:
+        """Its client has gone, or those of all."""
+        self._send(AbortReq(rid=self.rid_of(answer), abort_all=everybody))
 
     def rid_of(self, answer: Answer) -> str:
         """SGLang's name of a request."""
@@ -277,14 +211,21 @@ class Engine:
         """The hashes of a request's pages."""
         return HookedLinker.looked_up[self.rid_of(answer)]
 
-    def together(self, prompts: Sequence[Prompt], *, tokens: int = 8) -> list[Answer]:
-        """Send requests that the scheduler sees at once, and wait for the ends of all."""
-        HookedLinker.go.clear()
+    def start_together(self, prompts: Sequence[Prompt], *, tokens: int = 8) -> list[Answer]:
+        """Send requests that the scheduler sees at once."""
+        self._go.clear()
         try:
             answers = [self.start(prompt, tokens=tokens) for prompt in prompts]
             time.sleep(0.2)  # in the scheduler's socket, all of them
         finally:
-            HookedLinker.go.set()
+            self._go.set()
+        for answer in answers:
+            answer.sent = time.monotonic()  # the engine stood till now
+        return answers
+
+    def together(self, prompts: Sequence[Prompt], *, tokens: int = 8) -> list[Answer]:
+        """Send requests that the scheduler sees at once, and wait for the ends of all."""
+        answers = self.start_together(prompts, tokens=tokens)
         for answer in answers:
             assert answer.done.wait(60), "a request has not ended"
         return answers
@@ -299,11 +240,34 @@ class Engine:
             time.sleep(0.005)
 
     def flush(self) -> None:
-        """Empty the engine's own cache."""
+        """Empty the engine's own cache, once nothing runs any more."""
         self.settle()
+        assert self.try_flush()
+
+    def try_flush(self) -> bool:
+        """Ask for it at once; whether it was done."""
         self._flushed.clear()
         self._send(FlushCacheReqInput())
         assert self._flushed.wait(20)
+        return self._flush_succeeded
+
+    def pause(self, mode: str) -> None:
+        """Let the event loop run nothing."""
+        self._send(PauseGenerationReqInput(mode=mode))
+        until = time.monotonic() + 20
+        while not self.scheduler._engine_paused:
+            assert time.monotonic() < until, "the engine does not pause"
+            time.sleep(0.005)
+
+    def resume(self) -> None:
+        """Let it go on after a pause."""
+        self._send(ContinueGenerationReqInput())
+
+    @property
+    def free_tokens(self) -> int:
+        """Slots that no request holds, those of the tree included."""
+        tree, allocator = self.scheduler.tree_cache, self.scheduler.token_to_kv_pool_allocator
+        return int(allocator.available_size()) + int(tree.evictable_size())
 
     def relink(self, **options: Any) -> HookedLinker:
         """Another linker in place of the present one, wired as SGLang does it."""
@@ -340,7 +304,7 @@ class Engine:
                 continue
             output = sock_recv(self._outputs)
             if isinstance(output, FlushCacheReqOutput):
-                assert output.success
+                self._flush_succeeded = output.success
                 self._flushed.set()
             elif isinstance(output, BatchTokenIDOutput):
                 now = time.monotonic()
@@ -348,8 +312,7 @@ class Engine:
                     self._take(rid, output, index, now)
             elif isinstance(output, AbortReq):
                 answer = self.answers[output.rid]
-                answer.finish = output.finished_reason or {"type": "abort"}
-                answer.done.set()
+                answer.end(output.finished_reason or {"type": "abort"})
 
     def _take(self, rid: str, output: Any, index: int, now: float) -> None:
         answer = self.answers.get(rid)
@@ -361,8 +324,7 @@ class Engine:
         answer.times += [now] * len(new)
         answer.cached_tokens = output.cached_tokens[index]
         if output.finished_reasons[index] is not None:
-            answer.finish = output.finished_reasons[index]
-            answer.done.set()
+            answer.end(output.finished_reasons[index])
 
     def _count_forwards(self) -> None:
         run_batch = self.scheduler.run_batch
@@ -376,6 +338,15 @@ class Engine:
             return run_batch(batch, *args, **kwargs)
 
         self.scheduler.run_batch = counting
+
+    def _gate_steps(self) -> None:
+        get_next_batch_to_run = self.scheduler.get_next_batch_to_run
+
+        def gated(*args: Any, **kwargs: Any) -> Any:
+            self._go.wait()
+            return get_next_batch_to_run(*args, **kwargs)
+
+        self.scheduler.get_next_batch_to_run = gated
 
 
 def prompts(*lengths: int, seed: int = 1) -> list[Prompt]:

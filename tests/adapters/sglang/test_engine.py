@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from .engines import PAGE, Engine, engine, prompts, tiny_llama
+from .hooked_linker import HookedLinker
 
 PATIENCE = {"deadline": "20s", "lookup_deadline": "10s"}
 
@@ -29,6 +30,33 @@ def test_cold_device_hit_and_restored_are_the_same(running: Engine, admission: s
     assert [answer.tokens for answer in restored] == [answer.tokens for answer in cold]
     assert all(answer.is_good for answer in restored)
     assert [answer.cached_tokens for answer in restored] == [(len(prompt) - 1) // PAGE * PAGE for prompt in asked]
+
+
+@pytest.mark.parametrize("admission", ["hold", "stream", "sync"])
+def test_restored_pages_are_not_saved_again(running: Engine, admission: str) -> None:
+    """Of a longer prompt the new pages are, and nothing else: all of it comes back from the store."""
+    linker = running.relink(admission=admission, blocking_limit="5s", prefetch_ttl=0, **PATIENCE)
+    head, tail = prompts(690, 300, seed=11)  # their answers complete no page
+    running.generate([head])
+    running.flush()
+    before = offered(linker)
+    running.generate([head])
+    running.settle()
+    assert offered(linker) == before
+    running.flush()
+    (cold,) = running.generate([head + tail])
+    running.flush()
+    assert offered(linker) == before + 990 // PAGE - 690 // PAGE
+    (restored,) = running.generate([head + tail])
+    assert restored.cached_tokens == 989 // PAGE * PAGE
+    assert restored.tokens == cold.tokens
+
+
+def offered(linker: HookedLinker) -> int:
+    """Pages that the store was offered so far, whatever it answered."""
+    statistics = linker._bridge.statistics()
+    assert statistics is not None
+    return sum(statistics.saved_pages.values())
 
 
 def test_requests_wait_for_their_turn_to_be_held(running: Engine) -> None:

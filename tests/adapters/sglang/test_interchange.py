@@ -13,6 +13,7 @@ from sglang.srt.mem_cache.storage.mooncake_store.mooncake_direct_linker import M
 
 from softload.stores.cluster import MooncakeCluster
 
+from .their_linker import config_of
 from .trees import KINDS, Tree, tree_of
 
 pytestmark = pytest.mark.mooncake
@@ -32,16 +33,8 @@ def theirs(master: str) -> Any:
     """Makes SGLang's own linker."""
 
     def make(server_args: object, params: Any, *, components: Any, extra_config: object) -> Any:
-        config = {
-            "master_server_address": master,
-            "metadata_server": "P2PHANDSHAKE",
-            "protocol": "tcp",
-            "local_hostname": "127.0.0.1",
-            "global_segment_size": 0,
-            "check_server": False,
-        }
         arguments = SimpleNamespace(enable_linker_mla_dedup=False)
-        return MooncakeDirectLinker(arguments, params, components=components, extra_config=config)
+        return MooncakeDirectLinker(arguments, params, components=components, extra_config=config_of(master))
 
     return make
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import importlib
+import json
+import pkgutil
 import re
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,14 +16,19 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.mem_cache.unified_cache.linker_config import UnifiedCacheLinkerConfig
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinkerWrapper
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang.srt.server_args import ServerArgs
 
 from softload import Layout
-from softload.adapters.sglang import Admission, LinkerOptions, hooking
+from softload.adapters.sglang import Admission, LinkerOptions, SoftloadLinker, hooking
+from softload.adapters.sglang.engine import _unsupported as unsupported
 from softload.adapters.sglang.engine import check_engine
+from softload.adapters.sglang.plugin import register
 
-from .trees import KINDS, tree_of
+from .trees import KINDS, Tree, tree_of
 
 
 def test_text_is_parsed() -> None:
@@ -73,6 +83,67 @@ def test_a_changed_target_means_sync(monkeypatch: pytest.MonkeyPatch) -> None:
             assert tree.linker.admission is Admission.SYNC
 
 
+TARGETS = {target.rsplit(".", 2)[1] + "." + target.rsplit(".", 2)[2]: target for target in hooking._TARGETS}
+
+
+def owner_of(target: str) -> tuple[Any, str]:
+    """The class and the name of a function that is hooked."""
+    path, _, name = target.rpartition(".")
+    return pkgutil.resolve_name(path), name
+
+
+def restores(tree: Tree) -> bool:
+    """Whether pages come back from the store."""
+    asked = list(range(1000, 1000 + 3 * tree.page_size))
+    written = tree.compute(asked)
+    tree.settle()
+    tree.evict_all()
+    req = tree.request([*asked, 7])
+    assert tree.match(req) == len(asked)
+    slots = tree.load_back(req)
+    assert slots is not None
+    tree.forward(3)
+    got = tree.restored(req, slots)
+    assert tree.cache.finish_external_linker_loads([req]) == []
+    assert req.discard_output_reason is None
+    return all(torch.equal(got[name], written[name]) for name in written)
+
+
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+def test_one_hook_that_is_missing_means_sync_and_is_named(
+    target: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Whichever it is, the others do no harm, and pages are restored."""
+    owner, name = owner_of(target)
+    monkeypatch.setattr(owner, name, getattr(owner, name).__wrapped__)
+    with tree_of(KINDS["mha"], {"blocking_limit": "5s"}) as tree:
+        assert tree.linker.admission is Admission.SYNC
+        assert restores(tree)
+    said = [line for line in capfd.readouterr().out.splitlines() if "linker.sync_only" in line]
+    assert len(said) == 1 and f"no hook around {target}" in said[0]
+
+
+@pytest.mark.parametrize("change", ["gone", "other parameters"])
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+def test_a_target_that_another_sglang_has_changed_leaves_all_unhooked(
+    target: str, change: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    owner, name = owner_of(target)
+    if change == "gone":
+        monkeypatch.delattr(owner, name)
+    else:
+        monkeypatch.setattr(owner, name, lambda self, something: None)
+    monkeypatch.setattr(hooking, "_installed", {})
+    monkeypatch.setattr(hooking, "_reason", None)
+    registered: list[str] = []
+    monkeypatch.setattr(HookRegistry, "register", lambda target, *args: registered.append(target))
+    register()
+    assert not registered
+    reason = hooking.missing() or ""
+    assert target in reason and ("is not there" if change == "gone" else "got self, something") in reason
+    assert target in capfd.readouterr().out
+
+
 def test_without_any_hook_pages_are_restored_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     for owner, names in (
         (UnifiedCacheLinkerWrapper, ("match", "finish_loads", "release_request")),
@@ -82,19 +153,7 @@ def test_without_any_hook_pages_are_restored_all_the_same(monkeypatch: pytest.Mo
             monkeypatch.setattr(owner, name, getattr(owner, name).__wrapped__)
     with tree_of(KINDS["mha"], {"blocking_limit": "5s"}) as tree:
         assert tree.linker.admission is Admission.SYNC
-        asked = list(range(1000, 1000 + 3 * tree.page_size))
-        written = tree.compute(asked)
-        tree.settle()
-        tree.evict_all()
-        req = tree.request([*asked, 7])
-        assert tree.match(req) == len(asked)
-        slots = tree.load_back(req)
-        assert slots is not None
-        tree.forward(3)
-        got = tree.restored(req, slots)
-        assert all(torch.equal(got[name], written[name]) for name in written)
-        assert tree.cache.finish_external_linker_loads([req]) == []
-        assert req.discard_output_reason is None
+        assert restores(tree)
 
 
 def test_another_version_is_not_hooked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,6 +170,42 @@ def test_an_engine_that_was_not_tried_needs_sync_by_name(monkeypatch: pytest.Mon
         tree_of(KINDS["mha"], {"admission": "hold"}),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    ("getter", "answer", "said"),
+    [
+        ("get_parallel", SimpleNamespace(attn_dp_size=2), "attention data parallelism (attn_dp_size 2)"),
+        (
+            "get_disagg",
+            SimpleNamespace(disaggregation_mode="decode"),
+            "prefill-decode disaggregation (disaggregation_mode decode)",
+        ),
+        (
+            "get_exec",
+            SimpleNamespace(dllm=SimpleNamespace(dllm_algorithm="LowConfidence")),
+            "diffusion language models (dllm_algorithm LowConfidence)",
+        ),
+    ],
+)
+def test_what_was_not_tried_is_named(getter: str, answer: object, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert unsupported() == []
+    monkeypatch.setattr(f"softload.adapters.sglang.engine.{getter}", lambda: answer)
+    assert unsupported() == [said]
+
+
+def test_the_documented_launch_line_is_one() -> None:
+    """SGLang's own parser takes it, finds our class by it, and the class takes its settings."""
+    page = (Path(__file__).resolve().parents[3] / "docs" / "sglang.md").read_text()
+    line = page.split("$ python -m sglang.launch_server ", 1)[1].split("```", 1)[0].replace("\\\n", " ")
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    got = parser.parse_args(shlex.split(line))
+    assert got.enable_unified_cache_external_linker and got.unified_cache_external_linker_backend == "dynamic"
+    config = got.unified_cache_external_linker_config
+    config = UnifiedCacheLinkerConfig.from_dict(json.loads(config) if isinstance(config, str) else config)
+    assert getattr(importlib.import_module(config.linker_module_path), config.linker) is SoftloadLinker
+    assert LinkerOptions.parse(config.linker_extra_config).store.startswith("mooncake://")
 
 
 def test_stages_of_a_pipeline_are_refused() -> None:

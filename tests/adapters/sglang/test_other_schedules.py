@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from . import test_failures as scenarios
+from .beside import PATIENCE
 from .engines import Engine, engine, tiny_llama
 
 pytestmark = pytest.mark.slow
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.slow
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     settings = {"disable_overlap_schedule": True, "enable_mixed_chunk": True, "schedule_policy": "lpm"}
     model = tiny_llama(tmp_path_factory.mktemp("model"), layers=4)
-    with engine(model, scenarios.PATIENCE, **settings) as one:
+    with engine(model, PATIENCE, **settings) as one:
         yield one
 
 

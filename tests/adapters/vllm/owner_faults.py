@@ -38,8 +38,8 @@ class Struck:
 
     @property
     def added_seconds(self) -> list[float]:
-        """Of every request, what it took longer than when it was computed."""
-        return [struck - cold for struck, cold in zip(self.struck.seconds, self.cold.seconds, strict=True)]
+        """Of every request, what it took longer than computing the longest."""
+        return [seconds - max(self.cold.seconds) for seconds in self.struck.seconds]
 
 
 def strike(model: Path, fault: str, *, deadline: float = 1.0) -> Struck:

@@ -8,11 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 from engines import BLOCK, assert_equal, compare, core, generate, kv_bytes, page_hashes, settle, worker
-from hooked_connector import HookedConnector
+from hooked_connector import HookedConnector, page_of
 from rigs import Rig, rig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from softload.adapters.vllm import SoftloadConnector
+from softload.adapters.vllm.messages import Orders
 
 DEADLINE = 0.6
 
@@ -68,6 +69,32 @@ def test_the_same_failures_left_unreported_change_the_answer(one: Rig, lost: lis
         one.faults.gone_while_landing.update(hashes[page] for page in (range(len(hashes)) if lost is None else lost))
     HookedConnector.silent = True
     assert compare(cold, generate(one.llm, prompts)).different > 0
+
+
+def test_what_is_computed_from_blocks_that_failed_is_not_saved(one: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts, cold = one.computed(330, 331, 332)
+    hashes = [page_hashes(prompt) for prompt in prompts]
+    # Six blocks are loaded, of which one fails, and four are computed in the same step.
+    lost = {page for pages in hashes for page in pages[6:]}
+    one.faults.inner.remove([key for key in one.faults.keys if page_of(key) in lost], force=True)
+    one.faults.removed_once_admitted.update(pages[2] for pages in hashes)
+    half = worker()._worker
+    start_saves = half.start_saves
+
+    def save_at_once(orders: Orders) -> None:  # before the next step computes the same blocks again
+        start_saves(orders)
+        assert half.drain(10.0)
+
+    monkeypatch.setattr(half, "start_saves", save_at_once)
+    orders = one.orders()
+    assert_equal(cold, generate(one.llm, prompts))
+    assert [len(load.keys) for load in orders.loads] == [6] * len(prompts)
+    assert HookedConnector.seen_bad_blocks
+    one.heal()
+    settle(one.llm)
+    replay = generate(one.llm, prompts)
+    assert [answer.cached_tokens for answer in replay] == [10 * BLOCK] * len(prompts)
+    assert_equal(cold, replay)
 
 
 def test_requests_that_share_blocks_which_fail(one: Rig) -> None:

@@ -21,9 +21,12 @@ from engines import (
     prompts,
     scheduler_side,
     settle,
+    worker,
 )
 from hooked_connector import HookedConnector, page_of
 from rigs import Rig, rig
+
+from softload.adapters.vllm.messages import Orders, PlaceOrder
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +135,26 @@ def test_a_prompt_that_is_computed_in_chunks(one: Rig, lost: tuple[int, ...]) ->
         min([len(prompt) // BLOCK, *lost]) * BLOCK for prompt in asked
     ]
     assert_equal(cold, replay)
+
+
+def test_what_the_engine_still_has_is_not_loaded(one: Rig) -> None:
+    (prompt,), cold = one.computed(330)
+    generate(one.llm, [prompt[:100]])
+    orders = one.orders()
+    replay = generate(one.llm, [prompt])
+    assert [len(place.block_ids[0]) for place in orders.places] == [7]
+    assert replay[0].cached_tokens == 10 * BLOCK
+    assert_equal(cold, replay)
+
+
+def test_a_placement_of_what_is_not_there_any_more_is_told_as_failed(one: Rig) -> None:
+    half = worker()._worker
+    half.start_loads(Orders(places=[PlaceOrder(("nobody", 0), ((5, 6),))]))
+    until = time.monotonic() + 10
+    while not (told := half._outbox.take_received())[0]:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    assert told == ({"nobody"}, set(), {5, 6})
 
 
 def test_recomputed_blocks_are_saved_again(one: Rig) -> None:

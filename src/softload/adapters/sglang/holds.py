@@ -123,6 +123,10 @@ class Holds:
         hold = self._holds.get(request_id)
         return request_id in self._waiting if hold is None else not self._is_decided(hold)
 
+    def stays(self, request_id: str) -> bool:
+        """Whether a look at the request, for the pages for which it is held, would change nothing."""
+        return self.is_undecided(request_id) and (request_id in self._holds or not self._has_room())
+
     def look(self, request_id: str, wanted: Wanted) -> Hold | None:
         """The request's hold for these pages, started where there is none; ``None`` while it has to wait for others."""
         hold = self._holds.get(request_id)
@@ -133,7 +137,7 @@ class Holds:
             if not self._is_decided(hold):
                 until = hold.until  # a request whose prefix keeps changing is not held for ever
             self.drop(request_id)
-        if len(self._undecided()) >= self._limit:
+        if not self._has_room():
             self._waiting.add(request_id)
             return None
         self._waiting.discard(request_id)
@@ -163,21 +167,28 @@ class Holds:
         self._waiting.discard(request_id)
         return self._holds.pop(request_id, None)
 
-    def place(self, hold: Hold, placement: Placement) -> None:
-        """Copy what landed into slots; where that cannot be, the placement is told so."""
+    def place(self, placements: Sequence[tuple[Hold, Placement]]) -> None:
+        """Copy what landed into slots; where that cannot be, the placements are told so.
+
+        Those of one batch come together: each hand-over may cost the engine's thread the interpreter for a moment.
+        """
 
         async def order() -> None:
-            run = hold.run
-            if run is None:
+            for hold, placement in placements:
+                if hold.run is None:
+                    placement.ended(False)
+                else:
+                    hold.run.placement = placement
+                    hold.run.placed.set()
+
+        def refuse() -> None:
+            for _, placement in placements:
                 placement.ended(False)
-            else:
-                run.placement = placement
-                run.placed.set()
 
         try:
-            self._bridge.spawn(order).add_done_callback(lambda done: done.cancelled() and placement.ended(False))
+            self._bridge.spawn(order).add_done_callback(lambda done: refuse() if done.cancelled() else None)
         except LoaderClosedError:
-            placement.ended(False)
+            refuse()
 
     def drop(self, request_id: str) -> None:
         """The request has ended, or needs nothing any more. What landed may serve others for a while."""
@@ -233,6 +244,9 @@ class Holds:
             hold for hold in self._open if self._holds.get(hold.request_id) is hold and not self._is_decided(hold)
         ]
         return self._open
+
+    def _has_room(self) -> bool:
+        return len(self._undecided()) < self._limit
 
     def _serves(self, hold: Hold, wanted: Wanted) -> bool:
         shared = min(len(hold.wanted.keys), len(wanted.keys))

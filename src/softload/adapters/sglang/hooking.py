@@ -31,6 +31,7 @@ _TARGETS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     f"{_WRAPPER}.release_request": ("release_request", ("self", "rid")),
     f"{_TREE}.finish_external_linker_loads": ("finish_external_linker_loads", ("self", "reqs")),
     f"{_ADDER}.add_one_req": ("add_one_req", ("self", "req", "has_chunked_req", "truncation_align_size")),
+    f"{_ADDER}.preempt_to_schedule": ("preempt_to_schedule", ("self", "req")),
     f"{_SCHEDULER}.get_next_batch_to_run": ("get_next_batch_to_run", ("self", "running_batch", "last_batch")),
     f"{_SCHEDULER}.process_batch_result": ("process_batch_result", ("self", "batch", "result")),
     f"{_SCHEDULER}.pause_generation": ("pause_generation", ("self", "recv_req")),

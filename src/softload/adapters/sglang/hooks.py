@@ -16,6 +16,7 @@ from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang.srt.mem_cache.common import release_kv_cache
 
 from softload.adapters.sglang.linker import SoftloadLinker
+from softload.adapters.sglang.options import Admission
 
 __all__ = [
     "add_one_req",
@@ -24,6 +25,7 @@ __all__ = [
     "get_next_batch_to_run",
     "match",
     "pause_generation",
+    "preempt_to_schedule",
     "process_batch_result",
     "release_request",
     "stream_output",
@@ -48,11 +50,14 @@ class LoadFailed(FINISH_ABORT):  # type: ignore[misc]
 
 
 def match(original: Original, wrapper: Any, key: Any, req: Any, result: Any) -> Any:
-    """A request that failed is a miss until the engine has computed it; what an earlier match found is void."""
+    """A request that failed is a miss until the engine has computed it; what an earlier match found is void.
+
+    A held request is matched in every step: its pages are named, and looked up, only if there may be another answer.
+    """
     linker = _linker_of_wrapper(wrapper)
     if linker is not None:
         wrapper.hit_markers.pop(req.rid, None)
-        if not linker.starts_match(req.rid):
+        if not linker.starts_match(req.rid, (result.device_prefix_len, len(key) // wrapper.cache.page_size)):
             return result
     return original(wrapper, key, req, result)
 
@@ -109,6 +114,16 @@ def add_one_req(
         adder.tree_cache.req_to_token_pool.mamba_allocator.free(req.kv.mamba_pool_idx.unsqueeze(-1))
         req.kv.mamba_pool_idx = None
     return AddReqResult.CONTINUE
+
+
+def preempt_to_schedule(original: Original, adder: Any, req: Any) -> bool:
+    """Nothing that runs is given up for a request that would be held: it is matched first."""
+    linker = _linker_of(adder.tree_cache)
+    if linker is not None and linker.admission is not Admission.SYNC:
+        req.init_next_round_input(adder.tree_cache, cow_mamba=False)
+        if linker.is_held(req.rid):
+            return False
+    return bool(original(adder, req))
 
 
 def get_next_batch_to_run(original: Original, scheduler: Any, running_batch: Any, last_batch: Any) -> Any:

@@ -21,6 +21,7 @@ from softload.adapters.sglang.engine import admission_of, check_engine, namespac
 from softload.adapters.sglang.holds import Hold, Holds, Placement
 from softload.adapters.sglang.offloads import Offloads
 from softload.adapters.sglang.options import Admission, LinkerOptions
+from softload.adapters.sglang.restored import RestoredPages
 from softload.adapters.sglang.units import UnitMaker
 from softload.errors import LoaderClosedError
 from softload.loader import PageLoader
@@ -102,10 +103,14 @@ class SoftloadLinker(UnifiedCacheLinker):  # type: ignore[misc]
             lookup_only=self.admission is Admission.STREAM,
         )
         self._offloads = Offloads(self._bridge, options.offload_limit)
+        self._restored = RestoredPages()
         self._queued: dict[str, _Queued] = {}
         self._loading: dict[int, Mapping[str, TransferUnit]] = {}
         self._failed: dict[str, TransferUnit | None] = {}
-        self._held: set[str] = set()
+        self._asked: tuple[int, int] = (0, 0)
+        """What is matched now: tokens on the device, and whole pages in all."""
+        self._held: dict[str, tuple[int, int]] = {}
+        """By request, that of the match for which it is held."""
         self.leaving: list[Any] = []
         """Requests that failed in the batch that ran last, which they leave before the next one is chosen."""
         self._blocked = 0.0
@@ -136,7 +141,7 @@ class SoftloadLinker(UnifiedCacheLinker):  # type: ignore[misc]
             self._block(partial(self._holds.wait, hold))
         if hold is None or self._holds.is_undecided(rid):
             # By this answer, not by what is known a moment later, the request is admitted or stays in the queue.
-            self._held.add(rid)
+            self._held[rid] = self._asked
             return []
         return hold.boundaries(len(wanted.keys))
 
@@ -187,9 +192,12 @@ class SoftloadLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if not self.options.save:
             return False
         self._number += 1
-        unit = self._units.offload(f"offload#{self._number}", transfers, self._fence())
-        # Slots that a load has left unfilled are refused until their request was computed, which hooks alone tell.
-        self._offloads.start(unit, computed=self.admission is Admission.SYNC)
+        unit = self._units.offload(f"offload#{self._number}", transfers, self._fence(), self._restored.holds)
+        if unit is None:
+            self._offloads.skip()
+        else:
+            # Slots that a load has left unfilled are refused until their request was computed, which hooks alone tell.
+            self._offloads.start(unit, computed=self.admission is Admission.SYNC)
         return True
 
     def num_completed_offloads(self) -> int:
@@ -212,6 +220,7 @@ class SoftloadLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._loading.clear()
         self._offloads.clear()
         self._failed.clear()
+        self._restored.clear()
         self._held.clear()
         self.leaving.clear()
 
@@ -228,12 +237,20 @@ class SoftloadLinker(UnifiedCacheLinker):  # type: ignore[misc]
         """Whether the request's bytes are on their way: it stays in the queue, and others pass it."""
         return self.admission is not Admission.SYNC and rid in self._held
 
-    def starts_match(self, rid: str) -> bool:
-        """The request is matched anew; False if its load failed and the engine has not computed it since.
+    def starts_match(self, rid: str, asked: tuple[int, int]) -> bool:
+        """The request is matched anew; False where a lookup would find nothing.
 
-        SGLang need not look it up: all of it may be on the device by now.
+        So it is if its load failed and the engine has not computed it since; and while it is held for these very pages:
+        naming them would cost each step a digest of every page of every held request.
+
+        Args:
+            rid: the request. SGLang need not look it up: all of it may be on the device by now.
+            asked: how many tokens of it are on the device, and how many whole pages there are.
         """
-        self._held.discard(rid)
+        if self.is_held(rid) and self._held[rid] == asked and self._holds.stays(rid):
+            return False
+        self._held.pop(rid, None)
+        self._asked = asked
         return rid not in self._failed
 
     def step(self) -> None:
@@ -253,6 +270,8 @@ class SoftloadLinker(UnifiedCacheLinker):  # type: ignore[misc]
         failed = [rid for rid, good in zip(rids, agreed, strict=True) if not good]
         units = self._loading.pop(counter_index, {})
         self._failed |= {rid: units.get(rid) for rid in failed}
+        for rid in units.keys() - set(failed):
+            self._restored.add(units[rid])
         return failed
 
     def computed(self, rids: Sequence[str]) -> None:
@@ -266,7 +285,7 @@ class SoftloadLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def ended(self, rid: str) -> None:
         """The request is gone, or needs nothing any more."""
         self._failed.pop(rid, None)
-        self._held.discard(rid)
+        self._held.pop(rid, None)
         self._holds.drop(rid)
 
     # -- its own
@@ -279,8 +298,9 @@ class SoftloadLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self, queued: Mapping[str, _Queued], units: Mapping[str, TransferUnit], deadline: float
     ) -> PlacementBatch:
         batch = PlacementBatch(list(queued), deadline)
-        for rid, item in queued.items():
-            self._holds.place(item.hold, Placement(units[rid], partial(batch.ended, rid)))
+        self._holds.place(
+            [(item.hold, Placement(units[rid], partial(batch.ended, rid))) for rid, item in queued.items()]
+        )
         return batch
 
     def _load_now(self, rid: str, transfers: Sequence[Any], hold: Hold) -> bool:
@@ -290,8 +310,10 @@ class SoftloadLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
         def load(seconds: float) -> None:
             nonlocal restored
-            batch = self._place({rid: item}, {rid: self._unit(item, seconds, self._fence())}, seconds)
-            restored = batch.verdicts()[rid]
+            unit = self._unit(item, seconds, self._fence())
+            restored = self._place({rid: item}, {rid: unit}, seconds).verdicts()[rid]
+            if restored:
+                self._restored.add(unit)
 
         self._block(load)
         return restored

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -88,6 +89,12 @@ class Offloads:
         offload.future = future
         self._saving.add(future)
         future.add_done_callback(self._saving.discard)
+
+    def skip(self) -> None:
+        """There is nothing to save: all of it is in the store. It has its result in turn, as all ranks have one."""
+        offload = _Offload(math.inf, result=True)
+        offload.staged.set()
+        self._offloads.append(offload)
 
     def completed(self) -> int:
         """How many of the oldest offloads have a result."""

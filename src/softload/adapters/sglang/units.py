@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,15 +93,33 @@ class UnitMaker:
                 target.append(ComponentTransfer(pool, keys, slots))
         return TransferUnit(request_id, tuple(target), self._draft(target), deadline, ready)
 
-    def offload(self, request_id: str, transfers: Sequence[Any], ready: Fence | None) -> TransferUnit:
-        """What an offload's transfers name: each pool with the pages that it has."""
-        target = [
-            ComponentTransfer(
-                PoolName(str(transfer.name)), self._keys(transfer.keys), transfer.device_indices.to(torch.int64)
-            )
-            for transfer in transfers
-        ]
-        return TransferUnit(request_id, tuple(target), self._draft(target), None, ready, partial=True)
+    def offload(
+        self,
+        request_id: str,
+        transfers: Sequence[Any],
+        ready: Fence | None,
+        is_stored: Callable[[PoolName, str], bool] = lambda pool, key: False,
+    ) -> TransferUnit | None:
+        """What an offload's transfers name: each pool with the pages that it has. ``None`` where nothing is left.
+
+        Args:
+            request_id: the unit's name.
+            transfers: those of the offload.
+            ready: the engine's fence.
+            is_stored: pages that are left out.
+        """
+        target = []
+        for transfer in transfers:
+            pool, keys, slots = PoolName(str(transfer.name)), self._keys(transfer.keys), transfer.device_indices
+            left = [page for page, key in enumerate(keys) if not is_stored(pool, key)]
+            if not left:
+                continue
+            if len(left) < len(keys):
+                keys, slots = tuple(keys[page] for page in left), slots.view(len(keys), -1)[left].reshape(-1)
+            target.append(ComponentTransfer(pool, keys, slots.to(torch.int64)))
+        return (
+            TransferUnit(request_id, tuple(target), self._draft(target), None, ready, partial=True) if target else None
+        )
 
     def _keys(self, hashes: Sequence[str]) -> tuple[str, ...]:
         prefix = self._prefix
