@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -10,6 +11,8 @@ import anyio
 import structlog
 
 from softload import events
+from softload.callbacks import tell_loop
+from softload.config import Layout
 from softload.context import Context
 from softload.geometry.group import ResolvedComponent
 from softload.health import Permit
@@ -19,7 +22,7 @@ from softload.protocols import Descriptor
 from softload.transfer import HitPolicy, TransferUnit
 from softload.unit_pages import UnitPages, Wanted
 
-__all__ = ["Answers", "Endpoints", "ask_descriptors", "look_up", "revalidate"]
+__all__ = ["Answers", "Endpoints", "ask_descriptors", "first_columns", "look_up", "readable", "revalidate"]
 
 _log = structlog.get_logger(__name__)
 
@@ -28,6 +31,9 @@ Answers = Mapping[str, Descriptor | PageStatus | None]
 
 Endpoints = dict[str, PageStatus | Permit]
 """Per endpoint of one admission: leave to read there, or why not."""
+
+_ASKED_APART = 128
+"""Objects of an admission from which on those of the first layers are asked for apart: a millisecond of waiting."""
 
 _FIRST_PAGES = 32
 """Pages in the first call of a lookup; each further call doubles it. Looking leases, so it stops at the first miss."""
@@ -58,8 +64,23 @@ async def look_up(context: Context, unit: TransferUnit) -> Lookup:
     return Lookup(prefixes, draft_pages, status if not prefixes else None)
 
 
-async def ask_descriptors(context: Context, columns: Iterable[Column], until: float) -> Answers:
-    """Revalidate objects: one call for all that are neither here, nor on their way, nor known to be bad."""
+async def ask_descriptors(
+    context: Context,
+    columns: Sequence[Column],
+    until: float,
+    *,
+    ahead: int = 0,
+    on_ahead: Callable[[Answers], object] = lambda _: None,
+) -> Answers:
+    """Revalidate objects: all that are neither here, nor on their way, nor known to be bad.
+
+    Args:
+        context: the loader's parts.
+        columns: the objects.
+        until: when it is too late for an answer.
+        ahead: of the columns, the first ones that are asked for before the others.
+        on_ahead: told of these, on the loop, while the others are still being asked for; not where some are special.
+    """
     answers: dict[str, Descriptor | PageStatus | None] = {}
     ask: list[str] = []
     reader, negative = context.reader, context.health.negative
@@ -80,13 +101,33 @@ async def ask_descriptors(context: Context, columns: Iterable[Column], until: fl
                 answers[key] = PageStatus.NOT_FOUND
                 ask.append(key)
     if ask:
-        found = await context.ask_master(lambda: context.calls.descriptors(ask), len(ask), until)
+        count = sum(len(column.keys) for column in columns[:ahead])
+        if count and len(ask) == len(answers) >= _ASKED_APART:
+            found = await _ask_in_two(context, ask, count, until, on_ahead)
+        else:
+            found = await context.ask_master(lambda: context.calls.descriptors(ask), len(ask), until)
         answers.update(zip(ask, found, strict=True))
-        for key, answer in zip(ask, found, strict=True):
+        refuted = zip(ask, found, strict=True) if PageStatus in set(map(type, found)) else ()
+        for key, answer in refuted:
             # Plain absence is no news; a key that a lookup found and that is gone is a stale hit.
             if answer is PageStatus.NO_MEMORY_REPLICA or (answer is PageStatus.NOT_FOUND and key in context.promised):
                 context.health.negative.add(key, answer)
     return answers
+
+
+async def _ask_in_two(
+    context: Context, keys: list[str], count: int, until: float, on_first: Callable[[Answers], object]
+) -> list[Descriptor | PageStatus]:
+    """Ask for the first `count` of the keys, tell, and go on with the others: one call after the other on one lane."""
+    loop = asyncio.get_running_loop()
+
+    def ask() -> list[Descriptor | PageStatus]:
+        found = context.calls.descriptors(keys[:count])
+        told = dict(zip(keys, found, strict=False))
+        tell_loop(loop, on_first, told)
+        return found + context.calls.descriptors(keys[count:])
+
+    return await context.ask_master(ask, len(keys), until)
 
 
 def _all_readable(
@@ -94,14 +135,43 @@ def _all_readable(
 ) -> bool:
     """The common case, without a look at each: all are there, whole, at endpoints that may be read from."""
     size = column.spec.size
-    if any(type(answer) is not Descriptor or answer.size != size for answer in answers):
+    found = [answer for answer in answers if type(answer) is Descriptor]
+    if len(found) < len(answers):
         return False
-    for endpoint in {answer.endpoint for answer in answers if type(answer) is Descriptor}:
+    sizes, at, _ = zip(*found, strict=True) if found else ((), (), ())
+    if sizes.count(size) < len(sizes):
+        return False
+    for endpoint in set(at):
         if endpoint not in endpoints:
             endpoints[endpoint] = _ask_endpoint(context, endpoint)
         if isinstance(endpoints[endpoint], PageStatus):
             return False
     return True
+
+
+def first_columns(context: Context, wants: UnitPages) -> list[Column]:
+    """What of a unit may be read ahead of its admission: the objects of the first layers; none where it is not simple.
+
+    It is where every object has the one size that it must have, and a cut takes nothing but pages from the end.
+    """
+    if context.config.layout is not Layout.GROUPED or not wants.columns:
+        return []
+    if any(component.hit_policy is not HitPolicy.ALL_PAGES for component in wants.target):
+        return []
+    return [column for column in wants.columns if column.spec.group == wants.columns[0].spec.group]
+
+
+def readable(
+    context: Context, columns: Iterable[Column], answers: Answers, endpoints: Endpoints
+) -> dict[str, Descriptor | None] | None:
+    """Where the objects of whole columns are, if all of them can be read."""
+    found: dict[str, Descriptor | None] = {}
+    for column in columns:
+        every = [answers[key] for key in column.keys]
+        if not _all_readable(context, column, every, endpoints):
+            return None
+        found.update(zip(column.keys, every, strict=True))  # type: ignore[arg-type]  # descriptors, all
+    return found
 
 
 def revalidate(
@@ -144,7 +214,7 @@ def _revalidated(
         if fetch is None and spec.size != spec.target_size:
             return PageStatus.SHED  # it has gone since, and how large it is nobody has said
         size = fetch.size if fetch is not None else spec.size
-        answer = fetch.descriptor if fetch is not None else None
+        answer = fetch.descriptors[fetch.keys.index(key)] if fetch is not None else None
     else:
         size = answer.size
         if answer.endpoint not in endpoints:

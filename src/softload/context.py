@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ from softload.store_calls import StoreCalls
 from softload.telemetry import Counters
 from softload.transfer import PoolName
 
-__all__ = ["Context", "PromisedKeys"]
+__all__ = ["Context", "PlannedPages", "PromisedKeys"]
 
 T = TypeVar("T")
 
@@ -56,6 +56,34 @@ class PromisedKeys:
 
     def __contains__(self, key: str) -> bool:
         return key in self._keys
+
+
+class PlannedPages:
+    """Pages of units that have not joined or started all their reads yet: what others have copied may be theirs too."""
+
+    def __init__(self) -> None:
+        self._units: dict[object, frozenset[str]] = {}
+        self._counts: Counter[str] = Counter()
+
+    def add(self, unit: object, pages: Iterable[str]) -> None:
+        """A unit is about to plan these page keys; once more is no change."""
+        if unit not in self._units:
+            self._units[unit] = frozenset(pages)
+            self._counts.update(self._units[unit])
+
+    def discard(self, unit: object) -> None:
+        """It has planned all, or wants nothing any more."""
+        pages = self._units.pop(unit, None)
+        if pages is not None:
+            self._counts.subtract(pages)
+            for page in pages:
+                if not self._counts[page]:
+                    del self._counts[page]
+
+    def other_wants(self, unit: object, pages: Iterable[str]) -> bool:
+        """Whether any unit but this one is about to plan one of these page keys."""
+        own = unit in self._units
+        return len(self._units) > own and any(self._counts[page] > own for page in pages)
 
 
 @dataclass(slots=True, eq=False)
@@ -87,8 +115,7 @@ class Context:
 
     part_sizes: dict[tuple[PoolName, str, range], tuple[int, int]] = field(default_factory=dict)
     """Ranges and bytes of the layers of each kind of object; as many as there are ways to join groups of layers."""
-    planning: set[object] = field(default_factory=set)
-    """Units that have not joined or started all their reads yet: what others copied meanwhile may be theirs too."""
+    planned: PlannedPages = field(default_factory=PlannedPages)
 
     waits: set[anyio.CancelScope] = field(default_factory=set)
     """Of callers in tasks that are not the loader's own; closing ends them."""
@@ -155,7 +182,8 @@ class Context:
             if isinstance(call.error, RefusedError):  # the loader was closed before the call had its turn
                 raise call.error
             answers = call.value if call.value is not None else [PageStatus.MALFORMED] * count
-            self.health.record_master([answer for answer in answers if isinstance(answer, PageStatus)])
+            some = PageStatus in set(map(type, answers))  # as a rule none: then nobody looks at each
+            self.health.record_master([answer for answer in answers if isinstance(answer, PageStatus)] if some else [])
             return list(answers)
         except RefusedError:
             return [PageStatus.SHED] * count

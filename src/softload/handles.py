@@ -130,8 +130,16 @@ class _Handle:
         answers: Answers = {}
         if waiting:
             await self._context.pacer.turn()
-            columns = [column for run in waiting for column in run.wants.all_columns()]
-            answers = await ask_descriptors(self._context, columns, max(run.deadline for run in waiting))
+            first = [column for run in waiting for column in run.first_columns()]
+            apart = set(first)
+            rest = [column for run in waiting for column in run.wants.all_columns() if column not in apart]
+
+            def on_ahead(answers: Answers) -> None:
+                for run in waiting:
+                    run.read_ahead(answers, endpoints)
+
+            until = max(run.deadline for run in waiting)
+            answers = await ask_descriptors(self._context, [*first, *rest], until, ahead=len(first), on_ahead=on_ahead)
         for run in waiting:
             await self._context.pacer.turn()
             run.decide(answers, endpoints)

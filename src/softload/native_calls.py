@@ -3,21 +3,16 @@
 A native call cannot be interrupted, so a caller that gives up leaves it running. Such a call is *stuck*: its thread no
 longer counts as one of the group's lanes and another takes its place, up to a bound; past the bound new calls are
 refused at once. A call that only takes long lends its lane, within the same bound, to calls of other kinds: what holds
-up one endpoint holds up no other, and no more of it is started. Threads are daemons: a stuck one never keeps the
-process from ending. All bookkeeping happens on the event loop; threads only run calls.
+up one endpoint holds up no other, and no more of it is started than there are lanes. Threads are daemons: a stuck one
+never keeps the process from ending. All bookkeeping happens on the event loop; threads only run calls.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextvars
-import heapq
-import importlib
-import importlib.util
 import itertools
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -27,13 +22,11 @@ import anyio
 import structlog
 
 from softload import events
+from softload.call_queue import CallQueue
+from softload.callbacks import callback_context, tell_loop
 from softload.request_log import tell
 
-current_async_library_cvar: contextvars.ContextVar[str | None] | None = None
-if importlib.util.find_spec("sniffio") is not None:
-    current_async_library_cvar = importlib.import_module("sniffio").current_async_library_cvar
-
-__all__ = ["CallGroup", "CallGroupStatistics", "CallSpan", "NativeCall", "RefusedError", "callback_context"]
+__all__ = ["CallGroup", "CallGroupStatistics", "CallSpan", "NativeCall", "RefusedError"]
 
 T = TypeVar("T")
 
@@ -44,18 +37,6 @@ _STUCK_SECONDS = 1.0
 
 _STUCK_AGAIN_SECONDS = 30.0
 """Between two warnings of one group."""
-
-
-def callback_context() -> contextvars.Context:
-    """For callbacks of the event loop that use anyio, which run outside of any task.
-
-    anyio asks sniffio, where that is installed (engines bring it along), which library runs; and sniffio knows tasks
-    only, and this variable.
-    """
-    context = contextvars.Context()
-    if current_async_library_cvar is not None:
-        context.run(current_async_library_cvar.set, "asyncio")
-    return context
 
 
 class RefusedError(Exception):
@@ -177,6 +158,15 @@ class NativeCall(Generic[T]):
             if self.group is not None and self.started_at is not None and not self.finished:
                 self.group.count_stuck(self)
 
+    def step_aside(self) -> None:
+        """Run on its thread: it needs what its kind shares no more, and still has its lane for a while."""
+        if self.group is not None and self.group._loop is not None:
+            tell_loop(self.group._loop, self._step_aside)
+
+    def _step_aside(self) -> None:
+        if self.group is not None and not self.finished and not self.abandoned:
+            self.group.step_aside(self)
+
     def lend_lane(self) -> None:
         """It takes long, and is waited for: calls of other kinds may run in its lane until it returns."""
         if self.group is not None and self.started_at is not None and not self.finished and not self.abandoned:
@@ -203,9 +193,10 @@ class CallGroup:
         width: calls that run at a time, stuck ones not counted; and calls of one kind, whatever lanes are lent.
         max_stuck: stuck calls that are replaced, and with them lanes that are lent; with more stuck calls, submitting
             is refused.
+        at_a_time: calls of one kind that run at a time, late ones not counted; as many as there are lanes by default.
     """
 
-    def __init__(self, name: str, *, width: int, max_stuck: int) -> None:
+    def __init__(self, name: str, *, width: int, max_stuck: int, at_a_time: int | None = None) -> None:
         self.name = name
         self.width = width
         self.max_stuck = max_stuck
@@ -213,12 +204,10 @@ class CallGroup:
         """Told of every call that has returned, on the loop; for traces."""
         self._lanes: set[int] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._heap: list[tuple[float, int, NativeCall[Any]]] = []
-        self._order = itertools.count()
+        self._queue: CallQueue[NativeCall[Any]] = CallQueue(width=width, at_a_time=at_a_time or width)
         self._idle: list[SimpleQueue[NativeCall[Any] | None]] = []
         self._threads = 0
         self._running = 0
-        self._of_kind: Counter[str] = Counter()
         self._stuck: set[NativeCall[Any]] = set()
         self._lent: set[NativeCall[Any]] = set()
         self._alarm: asyncio.TimerHandle | None = None
@@ -227,7 +216,7 @@ class CallGroup:
         self._closed = False
 
     def __repr__(self) -> str:
-        return f"<CallGroup {self.name}: {self._running} running, {len(self._stuck)} stuck, {len(self._heap)} queued>"
+        return f"<CallGroup {self.name}: {self._running} running, {len(self._stuck)} stuck, {len(self._queue)} queued>"
 
     @property
     def saturated(self) -> bool:
@@ -250,7 +239,7 @@ class CallGroup:
             raise RefusedError(self.name)
         self._loop = asyncio.get_running_loop()
         call.group = self
-        heapq.heappush(self._heap, (call.priority, next(self._order), call))
+        self._queue.push(call)
         self._dispatch()
 
     async def run(self, function: Callable[[], T], *, priority: float = 0.0) -> T:
@@ -282,18 +271,23 @@ class CallGroup:
             self._alarm = self._loop.call_later(_STUCK_SECONDS, self._warn, context=callback_context())
 
     def lend_lane(self, call: NativeCall[Any]) -> None:
-        """A running call takes long: one of another kind may take its lane."""
+        """A running call takes long: another may take its lane, one of its own kind only within the group's width."""
         self._lent.add(call)
+        self._queue.step_aside(call)
         assert self._loop is not None
         self._loop.call_soon(self._dispatch, context=callback_context())
+
+    def step_aside(self, call: NativeCall[Any]) -> None:
+        """A running call keeps others of its kind waiting no more."""
+        self._queue.step_aside(call)
+        self._dispatch()
 
     def close(self) -> None:
         """Refuse new calls and queued ones, and end idle threads; running calls end theirs when they return."""
         self._closed = True
         if self._alarm is not None:
             self._alarm.cancel()
-        queued, self._heap = self._heap, []
-        for _, _, call in queued:
+        for call in self._queue.drain():
             if not call.abandoned:
                 call.error = RefusedError(self.name)
                 call.complete()
@@ -304,30 +298,25 @@ class CallGroup:
     def statistics(self) -> CallGroupStatistics:
         """What runs now."""
         return CallGroupStatistics(
-            self._threads, self._running, len(self._stuck), len(self._heap), self._calls, self._refused
+            self._threads, self._running, len(self._stuck), len(self._queue), self._calls, self._refused
         )
 
     def _dispatch(self) -> None:
-        aside: list[tuple[float, int, NativeCall[Any]]] = []
-        while self._heap and self._running - len(self._stuck) - self._lanes_lent < self.width:
-            entry = heapq.heappop(self._heap)
-            call = entry[2]
-            if self._of_kind[call.kind] >= self.width:  # all of them late: no more of these
-                aside.append(entry)
-                continue
+        while self._running - len(self._stuck) - self._lanes_lent < self.width:
+            call = self._queue.pop()
+            if call is None:
+                return
             if not call.prepare():
                 continue
             inbox = self._idle.pop() if self._idle else self._start_thread()
             self._running += 1
-            self._of_kind[call.kind] += 1
+            self._queue.started(call)
             self._calls += 1
             if self.on_span is not None:
                 call.lane = next(lane for lane in itertools.count() if lane not in self._lanes)
                 self._lanes.add(call.lane)
             call.started_at = time.monotonic()
             inbox.put(call)
-        for entry in aside:
-            heapq.heappush(self._heap, entry)
 
     @property
     def _lanes_lent(self) -> int:
@@ -335,9 +324,7 @@ class CallGroup:
 
     def _leave_lane(self, call: NativeCall[Any]) -> None:
         self._lent.discard(call)
-        self._of_kind[call.kind] -= 1
-        if not self._of_kind[call.kind]:
-            del self._of_kind[call.kind]
+        self._queue.left(call)
 
     def _warn(self) -> None:
         """Say that calls do not come back; most that are abandoned do, a moment later."""
@@ -405,8 +392,6 @@ def _serve(
 ) -> None:
     while (call := inbox.get()) is not None:
         call.execute()
-        try:
-            loop.call_soon_threadsafe(returned, inbox, call, context=callback_context())
-        except RuntimeError:  # the loop has ended: nobody waits, and what the call held goes with it
-            return
+        if not tell_loop(loop, returned, inbox, call):
+            return  # nobody waits, and what the call held goes with it
         del call  # an idle thread must not keep the memory of its last call alive

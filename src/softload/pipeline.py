@@ -6,8 +6,10 @@ Every unit runs as a task of its own under its own deadline, so that what hangs 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from enum import Enum
+from functools import partial
 from itertools import islice
 
 import anyio
@@ -16,12 +18,14 @@ import structlog
 
 from softload import events
 from softload.accounting import count_misses, count_unit
-from softload.admission import Answers, Endpoints, revalidate
+from softload.admission import Answers, Endpoints, first_columns, readable, revalidate
 from softload.context import Context
+from softload.copies import Copy
 from softload.fetches import Fetch, Turn
 from softload.geometry.layout import layer_groups
 from softload.landing import Share
 from softload.outcomes import LateFailure, PageStatus, UnitOutcome
+from softload.planning import Column
 from softload.slots import SlotClaim
 from softload.transfer import TransferUnit
 from softload.unit_copies import UnitCopies
@@ -31,6 +35,9 @@ from softload.unit_pages import UnitPages
 __all__ = ["Mode", "UnitRun"]
 
 _log = structlog.get_logger(__name__)
+
+_COPIED_ALONG = 1 << 20
+"""Fewer bytes are copied together with the next layers', where those have landed too."""
 
 
 class Mode(Enum):
@@ -80,6 +87,7 @@ class UnitRun:
         share = Share.PREFETCH if mode is Mode.PREFETCH else Share.STREAMING
         self._fetches = UnitFetches(context, self.wants, self, share, layer_seconds)
         self._copies = UnitCopies(context, self.wants, self._fetches, unit.ready)
+        self._by_layers: dict[range, list[Column]] = {}
         self.admitted_pages = 0
         self.landed_pages = 0
         """PREFETCH and PLACE: pages that had landed in time; the others are counted as misses already."""
@@ -187,6 +195,26 @@ class UnitRun:
         self.wants.apply_draft_policy(config.draft_policy, config.truncate_pages)
         self.decided.set()
 
+    def first_columns(self) -> list[Column]:
+        """What may be read ahead of the admission."""
+        return first_columns(self._context, self.wants) if self._mode is Mode.STREAM else []
+
+    def read_ahead(self, answers: Answers, endpoints: Endpoints) -> None:
+        """The first layers' objects are there: read them while the master is asked for the rest.
+
+        Landing memory is all that this writes into. Slots are written once the unit is admitted, as ever.
+
+        Args:
+            answers: per object key of `first_columns`.
+            endpoints: what was decided about endpoints so far in this admission; added to.
+        """
+        if self.decided.is_set() or self.is_cancelled or not self.pages:
+            return
+        columns = self.first_columns()
+        found = readable(self._context, columns, answers, endpoints)
+        if found is not None:
+            self._fetches.read_ahead(columns, found, self._turn)
+
     def take_over(self, source: UnitRun) -> None:
         """PLACE: hold what a prefetch landed.
 
@@ -225,6 +253,10 @@ class UnitRun:
         for wanted in self._fetches.of(fetch):
             self.wants.mark_bad(wanted.column, wanted.page, fetch.status)
         self._recut()
+
+    def fetch_split(self, old: Fetch, new: Sequence[Fetch]) -> None:
+        """A fetch goes on in pieces."""
+        self._fetches.split(old, new)
 
     def fetch_replaced(self, old: Fetch, new: Fetch) -> None:
         """Another read of the same object has landed."""
@@ -272,22 +304,29 @@ class UnitRun:
         self._be_admitted()
 
     async def _copy_target(self) -> None:
-        num_layers = self._context.pools.num_layers
-        for layers in layer_groups(num_layers):
-            step = [column for column in self.wants.columns if any(layer in layers for layer in column.spec.layers)]
-            await self._until(lambda step=step, layers=layers: self._fetches.landed(step, layers))  # type: ignore[misc]
+        left = deque(layer_groups(self._context.pools.num_layers))
+        while left:
+            layers = left.popleft()
+            await self._until(partial(self._is_here, layers))
             if self.pages:
                 refused = await self._copies.wait_for_engine()
                 if refused is not None:
                     self._give_up(refused)
                 await self._context.pacer.turn()
-            if not await self._copies.copy(self._copies.of_layers(step, layers), layers.start):
+            copies = self._copies_of(layers)
+            nbytes = sum(copy.nbytes for copy in copies)
+            while left and nbytes < _COPIED_ALONG and self._is_here(left[0]):
+                more = self._copies_of(left[0])
+                nbytes += sum(copy.nbytes for copy in more)
+                copies += more
+                layers = range(layers.start, left.popleft().stop)
+            if not await self._copies.copy(copies, layers.start):
                 self._give_up(PageStatus.CANCELLED)
             self._layers_passed = layers.stop
             self._on_layers(self.request_id, layers.stop)
             if self.pages and not self.wants.draft_rides:
                 await self._context.pacer.turn()
-                done = (column for column in step if column.spec.layers[-1] < layers.stop)
+                done = (column for column in self.wants.columns if column.spec.layers[-1] in layers)
                 self._fetches.let_go(done, keep=self._mode is Mode.PLACE)
         self._copied = self.pages
 
@@ -362,6 +401,20 @@ class UnitRun:
             event.set()
 
     # -- steps
+
+    def _is_here(self, layers: range) -> bool:
+        """Whether all that these layers need has landed."""
+        return self._fetches.landed(self._columns_of(layers), layers)
+
+    def _copies_of(self, layers: range) -> list[Copy]:
+        return self._copies.of_layers(self._columns_of(layers), layers)
+
+    def _columns_of(self, layers: range) -> list[Column]:
+        known = self._by_layers.get(layers)
+        if known is None:
+            known = [column for column in self.wants.columns if any(layer in layers for layer in column.spec.layers)]
+            self._by_layers[layers] = known
+        return known
 
     async def _until(self, ready: Callable[[], bool]) -> None:
         """Wait for a condition on what has landed; meanwhile plan what is left to plan.

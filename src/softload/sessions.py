@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 
 import anyio
 
+from softload.callbacks import callback_context
 from softload.health import Health
-from softload.native_calls import CallGroup, NativeCall, RefusedError, callback_context
+from softload.native_calls import CallGroup, NativeCall, RefusedError
 from softload.outcomes import PageStatus
 from softload.protocols import Clock
 from softload.session_states import Session, SessionState, SessionStatistics

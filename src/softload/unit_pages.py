@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from softload.config import DraftPolicy
@@ -70,6 +70,14 @@ class UnitPages:
         else:
             component, pages = self.target[column.component], self.pages
         return needed_pages(pages, component.hit_policy, component.window)
+
+    def page_keys(self) -> set[str]:
+        """The page keys of all its components."""
+        return set().union(*(component.keys for component in (*self.target, *self.draft)))
+
+    def keys_of(self, column: Column) -> Sequence[str]:
+        """A column's page keys."""
+        return (self.draft if column.spec.draft else self.target)[column.component].keys
 
     def needed(self) -> Iterator[Wanted]:
         """Every object that what is good so far needs, first layers first, the draft's last."""

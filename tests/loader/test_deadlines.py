@@ -140,7 +140,9 @@ async def test_fence_that_raises_costs_its_unit_and_its_save_alone() -> None:
 async def test_many_calls_of_one_timed_out_load_are_one_outcome_of_their_endpoint() -> None:
     pools = make_pools()
     hanging = HangingStore(store())
-    async with opened(hanging, pools) as loader:  # grouped: one call for each of four groups of layers
+    async with opened(
+        hanging, pools, endpoint_lanes=4, read_batch_objects=2
+    ) as loader:  # a call for each of four groups
         await put(loader, pools, keys(2))
         hanging.hold("read")
         outcome = (await load(loader, pools.unit("a", keys(2), range(2), deadline=0.2)))["a"]

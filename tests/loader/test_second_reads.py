@@ -485,7 +485,7 @@ async def test_a_prefetch_whose_time_is_up_as_the_second_read_comes_holds_one_of
 
 async def test_a_suspect_endpoint_gets_no_second_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetches, "_JOIN_SECONDS", 0.3)
-    async with joined() as it:
+    async with joined(endpoint_lanes=2) as it:  # so that others fail before the first read is late
         it.lying.lie("read", is_of("bad0", "bad1", "bad2"), PageStatus.TRANSFER_FAILED)
         for request in range(3):
             outcomes = await load(it.loader, it.pools.unit(f"bad{request}", [f"bad{request}"], [9]))

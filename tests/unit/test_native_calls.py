@@ -189,6 +189,69 @@ async def test_late_calls_lend_their_lanes_to_other_kinds_within_the_bound(max_s
     group.close()
 
 
+@asynchronous
+async def test_one_call_of_a_kind_at_a_time_and_a_late_one_makes_way() -> None:
+    group = CallGroup("kinds", width=3, max_stuck=1, at_a_time=1)
+
+    def submit_kind(function: Callable[[], str], kind: str, priority: float) -> NativeCall[str]:
+        call = NativeCall(function, lambda _: None, kind=kind, priority=priority)
+        group.submit(call)
+        return call
+
+    def started(calls: list[NativeCall[str]]) -> list[bool]:
+        return [call.started_at is not None for call in calls]
+
+    with held(6) as functions:
+        here = [submit_kind(function, "here", 4.0 - index) for index, function in enumerate(functions[:4])]
+        assert started(here) == [True, False, False, False], "one at a time"
+        there = [submit_kind(function, "there", 9.0) for function in functions[4:]]
+        assert started(there) == [True, False], "and others do not wait for it"
+        here[0].lend_lane()
+        await anyio.sleep(0.01)
+        assert started(here) == [True, False, False, True], "what may never come back keeps nobody waiting"
+        assert started(there) == [True, False]
+        functions[3].let_go()
+        await _returned(here[3])
+        assert started(here) == [True, False, True, True], "the lowest priority first"
+        there[0].abandon()
+        await anyio.sleep(0.01)
+        assert started(there) == [True, True], "nor does what nobody waits for"
+        assert group.statistics().queued == 1
+    await _all_returned(group)
+    assert all(call.finished for call in [*here, *there])
+    group.close()
+
+
+@asynchronous
+async def test_a_call_that_steps_aside_keeps_its_lane_and_lets_the_next_of_its_kind_go() -> None:
+    group = CallGroup("aside", width=2, max_stuck=0, at_a_time=1)
+    with held(3) as functions:
+        calls = [NativeCall(function, lambda _: None, kind="here") for function in functions]
+        for call in calls:
+            group.submit(call)
+        assert await asyncio.to_thread(functions[0].entered.wait, 10)
+        assert calls[1].started_at is None
+        await asyncio.to_thread(calls[0].step_aside)
+        assert await asyncio.to_thread(functions[1].entered.wait, 10)
+        await asyncio.to_thread(calls[1].step_aside)
+        await asyncio.to_thread(calls[1].step_aside)  # once is enough
+        await anyio.sleep(0.01)
+        assert calls[2].started_at is None, "both lanes are taken"
+        functions[0].let_go()
+        assert await asyncio.to_thread(functions[2].entered.wait, 10)
+    await _all_returned(group)
+    calls[2].step_aside()  # it has returned: nothing to step aside from
+    await asyncio.sleep(0)
+    assert group.statistics().running == group.statistics().queued == 0
+    group.close()
+
+
+async def _returned(call: NativeCall[str]) -> None:
+    with anyio.fail_after(10):
+        while not call.finished:  # noqa: ASYNC110
+            await anyio.sleep(0.001)
+
+
 async def _all_returned(group: CallGroup) -> None:
     with anyio.fail_after(10):
         while group.statistics().running:  # noqa: ASYNC110

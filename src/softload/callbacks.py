@@ -1,0 +1,39 @@
+"""Callbacks of the event loop, which run outside of any task; from its own thread and from others."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import TypeVarTuple
+
+__all__ = ["callback_context", "tell_loop"]
+
+Ts = TypeVarTuple("Ts")
+
+current_async_library_cvar: contextvars.ContextVar[str | None] | None = None
+if importlib.util.find_spec("sniffio") is not None:
+    current_async_library_cvar = importlib.import_module("sniffio").current_async_library_cvar
+
+
+def callback_context() -> contextvars.Context:
+    """For callbacks of the event loop that use anyio, which run outside of any task.
+
+    anyio asks sniffio, where that is installed (engines bring it along), which library runs; and sniffio knows tasks
+    only, and this variable.
+    """
+    context = contextvars.Context()
+    if current_async_library_cvar is not None:
+        context.run(current_async_library_cvar.set, "asyncio")
+    return context
+
+
+def tell_loop(loop: asyncio.AbstractEventLoop, callback: Callable[[*Ts], object], *args: *Ts) -> bool:
+    """Have a callback run on the loop; asked on any thread. False where the loop has ended."""
+    try:
+        loop.call_soon_threadsafe(callback, *args, context=callback_context())
+    except RuntimeError:
+        return False
+    return True

@@ -1,0 +1,165 @@
+"""The first layers' objects are read while the master is still asked for the others; slots wait for all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import anyio
+import pytest
+
+from softload import PageStatus
+from softload.testing import HangingStore, RecordingStore
+
+from .doubles import LyingStore
+from .harness import (
+    arrived,
+    assert_idle,
+    assert_outcome,
+    eventually,
+    is_of,
+    keys,
+    load,
+    make_pools,
+    missed,
+    opened,
+    put,
+    settle,
+    store,
+)
+
+pytestmark = pytest.mark.asyncio
+
+PAGES = 40
+"""In four groups of layers: enough objects to ask for the first layers' apart."""
+
+ROWS = range(PAGES)
+
+
+def for_the_rest(object_keys: Sequence[str]) -> bool:
+    """For `HangingStore.hold`: the question for all objects but those of the first layers."""
+    return len(object_keys) == 3 * PAGES
+
+
+async def test_first_layers_are_read_before_the_rest_is_known_and_copied_after() -> None:
+    pools = make_pools(pages=2 * PAGES)
+    recording = RecordingStore(store())
+    hanging = HangingStore(recording)
+    async with opened(hanging, pools) as loader:
+        await put(loader, pools, keys(PAGES))
+        recording.clear()
+        hanging.hold("descriptors", for_the_rest)
+        async with loader.load([pools.unit("a", keys(PAGES), ROWS)]) as handle:
+            await arrived(hanging, "descriptors")
+            await eventually(lambda: loader.statistics().bytes_loaded > 0)
+            first = recording.keys_of("read")
+            assert len(first) == PAGES and all(map(is_of(*keys(PAGES)), first))
+            with anyio.move_on_after(0.05) as waited:
+                await handle.admitted()
+            assert waited.cancelled_caught, "admitted while most objects are not known to be there"
+            pools.assert_rows_kept()
+            hanging.release()
+            assert (await handle.admitted())["a"] == PAGES
+            assert_outcome((await handle.report()).outcomes["a"], PAGES)
+        pools.assert_restored(keys(PAGES), ROWS)
+        assert sorted(recording.keys_of("read")) == sorted(set(recording.keys_of("read"))), "read twice"
+        await settle(loader)
+
+
+@pytest.mark.parametrize("good", [0, 7])
+async def test_what_is_read_ahead_of_a_cut_is_let_go(good: int) -> None:
+    pools = make_pools(pages=2 * PAGES)
+    lying = LyingStore(store())
+    async with opened(lying, pools) as loader:
+        await put(loader, pools, keys(PAGES))
+        page = is_of(f"k{good}")
+        lying.lie("descriptors", page, PageStatus.NOT_FOUND, skip=1)  # its first layer is there, the others are not
+        async with loader.load([pools.unit("a", keys(PAGES), ROWS)]) as handle:
+            assert (await handle.admitted())["a"] == good
+            outcome = (await handle.report()).outcomes["a"]
+        assert_outcome(outcome, good, PageStatus.NOT_FOUND)
+        assert set(missed(outcome)[1:]) == {PageStatus.AFTER_MISS} and outcome.late_failure is None
+        pools.assert_restored(keys(good), ROWS[:good])
+        pools.assert_rows_kept(ROWS[:good])
+        await settle(loader)
+
+
+async def test_a_page_that_fails_to_be_read_ahead_cuts_the_unit_before_it_is_admitted() -> None:
+    pools = make_pools(pages=2 * PAGES)
+    lying = LyingStore(store())
+    hanging = HangingStore(lying)
+    async with opened(hanging, pools) as loader:
+        await put(loader, pools, keys(PAGES))
+        lying.lie("read", is_of("k5"), PageStatus.NOT_FOUND)
+        hanging.hold("descriptors", for_the_rest)
+        async with loader.load([pools.unit("a", keys(PAGES), ROWS)]) as handle:
+            await arrived(hanging, "descriptors")
+            await eventually(lambda: loader.statistics().bytes_loaded > 0)
+            hanging.release()
+            assert (await handle.admitted())["a"] == 5
+            outcome = (await handle.report()).outcomes["a"]
+        assert_outcome(outcome, 5, PageStatus.NOT_FOUND)
+        assert outcome.late_failure is None
+        pools.assert_restored(keys(5), ROWS[:5])
+        pools.assert_rows_kept(ROWS[:5])
+        await settle(loader)
+
+
+@pytest.mark.parametrize("ends_by", ["leaving", "deadline"])
+async def test_a_load_that_ends_while_it_reads_ahead_leaves_nothing_behind(ends_by: str) -> None:
+    pools = make_pools(pages=2 * PAGES)
+    hanging = HangingStore(store())
+    async with opened(hanging, pools, stuck_threads=4) as loader:
+        await put(loader, pools, keys(PAGES))
+        hanging.hold("descriptors", for_the_rest)
+        hanging.hold("read")
+        deadline = 0.3 if ends_by == "deadline" else None
+        async with loader.load([pools.unit("a", keys(PAGES), ROWS, deadline=deadline)]) as handle:
+            await arrived(hanging, "read")
+            if ends_by == "deadline":
+                outcome = (await handle.report()).outcomes["a"]
+                assert_outcome(outcome, 0, PageStatus.TIMED_OUT)
+        now = loader.statistics()
+        assert now.quarantined_bytes > 0 == now.landing_bytes_in_use, "only what the call may still write"
+        assert now.held_slots == now.active_units == 0
+        hanging.release()
+        await settle(loader)
+        pools.assert_rows_kept()
+        assert_outcome((await load(loader, pools.unit("again", keys(PAGES), ROWS)))["again"], PAGES)
+        pools.assert_restored(keys(PAGES), ROWS)
+
+
+async def test_units_that_share_pages_read_each_object_once() -> None:
+    pools = make_pools(pages=4 * PAGES)
+    recording = RecordingStore(store())
+    async with opened(recording, pools) as loader:
+        await put(loader, pools, keys(PAGES))
+        recording.clear()
+        others = range(PAGES, 2 * PAGES)
+        units = [pools.unit("a", keys(PAGES), ROWS), pools.unit("b", keys(PAGES), others)]
+        async with loader.load(units) as handle:
+            outcomes = (await handle.report()).outcomes
+        for name, rows in (("a", ROWS), ("b", others)):
+            assert_outcome(outcomes[name], PAGES)
+            pools.assert_restored(keys(PAGES), rows)
+        read = recording.keys_of("read")
+        assert len(read) == len(set(read)) == 4 * PAGES
+        await settle(loader)
+
+
+async def test_without_memory_for_all_of_it_nothing_is_read_ahead() -> None:
+    pools = make_pools(pages=2 * PAGES)
+    hanging = HangingStore(store())
+    pages = 4 * 24  # bytes a page and layer
+    async with opened(hanging, pools, landing_bytes=PAGES * pages * 4) as loader:
+        await put(loader, pools, keys(PAGES))
+        hanging.hold("descriptors", for_the_rest)
+        async with loader.load([pools.unit("a", keys(PAGES), ROWS)]) as handle:
+            await arrived(hanging, "descriptors")
+            await anyio.wait_all_tasks_blocked()
+            assert loader.statistics().landing_bytes_in_use == 0
+            hanging.release()
+            outcome = (await handle.report()).outcomes["a"]
+        assert outcome.restored_pages < PAGES
+        assert missed(outcome)[0] is PageStatus.SHED
+        await settle(loader)
+        assert_idle(loader)
