@@ -172,6 +172,8 @@ class UnitFetches:
             planned = len(pages_of_chunk(self._pages.pages_of(column), first))
             pages += planned
             nbytes += planned * column.spec.size
+            if self._unplanned and self._unplanned[0][0].spec.draft is not column.spec.draft:
+                break  # nobody who waits for the target waits for the draft
         if not self._unplanned:
             self._finish_planning()
         elif not self._parts:  # ranges wait for the rest: first layers of all objects before the last of any
