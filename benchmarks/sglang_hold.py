@@ -23,7 +23,14 @@ logging.getLogger("sglang").setLevel(logging.WARNING)
 from tests.adapters.sglang.beside import LONG, Beside, computed, on_device, queueing, restored  # noqa: E402  # isort: skip
 from tests.adapters.sglang.engines import Engine, Prompt, engine, prompts, tiny_llama  # noqa: E402  # isort: skip
 
-ADMISSIONS = ("hold", "stream", "sync")
+LOADS = (
+    ("`hold`", "hold", False),
+    ("`hold`, the first layers are gone", "hold", True),
+    ("`stream`", "stream", False),
+    ("`stream`, the first layers are gone", "stream", True),
+    ("`sync`", "sync", False),
+)
+"""Name, admission, and whether the load fails."""
 
 MANY = 8
 MANY_TOKENS = 4000
@@ -37,16 +44,13 @@ def one(running: Engine, rounds: int) -> None:
         "no linker, computed": lambda: computed(running, prompt),
         "on the device": lambda: on_device(running, prompt),
     }
-    for admission in ADMISSIONS:
-        ways[admission] = lambda admission=admission: _checked(running, prompt, admission, fails=False)  # type: ignore[misc]
-        ways[f"{admission}, fails"] = lambda admission=admission: _checked(running, prompt, admission, fails=True)  # type: ignore[misc]
+    for way, admission, fails in LOADS:
+        ways[way] = lambda admission=admission, fails=fails: _checked(running, prompt, admission, fails=fails)  # type: ignore[misc]
     runs: dict[str, list[Beside]] = {way: [] for way in ways}
-    for number in range(rounds + 1):
+    ways["`hold`"]()  # the first of all pays for what everybody does once
+    for _ in range(rounds):
         for way, run in ways.items():  # by turns, so that what else the machine does falls on all
-            if number:  # the first of all pays for what everybody does once
-                runs[way].append(run())
-            elif not way.endswith("fails"):
-                run()
+            runs[way].append(run())
     print(f"\n## {LONG} tokens that load for 200 ms, beside a request that decodes; medians of {rounds} runs\n")
     print("| way | longest gap between the other's tokens (least to greatest) | its tokens meanwhile | first token |")
     print("| --- | ---: | ---: | ---: |")

@@ -107,7 +107,8 @@ async def ask_descriptors(
         else:
             found = await context.ask_master(lambda: context.calls.descriptors(ask), len(ask), until)
         answers.update(zip(ask, found, strict=True))
-        for key, answer in zip(ask, found, strict=True):
+        refuted = zip(ask, found, strict=True) if PageStatus in set(map(type, found)) else ()
+        for key, answer in refuted:
             # Plain absence is no news; a key that a lookup found and that is gone is a stale hit.
             if answer is PageStatus.NO_MEMORY_REPLICA or (answer is PageStatus.NOT_FOUND and key in context.promised):
                 context.health.negative.add(key, answer)
@@ -134,9 +135,13 @@ def _all_readable(
 ) -> bool:
     """The common case, without a look at each: all are there, whole, at endpoints that may be read from."""
     size = column.spec.size
-    if any(type(answer) is not Descriptor or answer.size != size for answer in answers):
+    found = [answer for answer in answers if type(answer) is Descriptor]
+    if len(found) < len(answers):
         return False
-    for endpoint in {answer.endpoint for answer in answers if type(answer) is Descriptor}:
+    sizes, at, _ = zip(*found, strict=True) if found else ((), (), ())
+    if sizes.count(size) < len(sizes):
+        return False
+    for endpoint in set(at):
         if endpoint not in endpoints:
             endpoints[endpoint] = _ask_endpoint(context, endpoint)
         if isinstance(endpoints[endpoint], PageStatus):
@@ -209,7 +214,7 @@ def _revalidated(
         if fetch is None and spec.size != spec.target_size:
             return PageStatus.SHED  # it has gone since, and how large it is nobody has said
         size = fetch.size if fetch is not None else spec.size
-        answer = fetch.descriptor if fetch is not None else None
+        answer = fetch.descriptors[fetch.keys.index(key)] if fetch is not None else None
     else:
         size = answer.size
         if answer.endpoint not in endpoints:

@@ -182,7 +182,8 @@ class Context:
             if isinstance(call.error, RefusedError):  # the loader was closed before the call had its turn
                 raise call.error
             answers = call.value if call.value is not None else [PageStatus.MALFORMED] * count
-            self.health.record_master([answer for answer in answers if isinstance(answer, PageStatus)])
+            some = PageStatus in set(map(type, answers))  # as a rule none: then nobody looks at each
+            self.health.record_master([answer for answer in answers if isinstance(answer, PageStatus)] if some else [])
             return list(answers)
         except RefusedError:
             return [PageStatus.SHED] * count

@@ -69,7 +69,7 @@ def copies_in(column: Column, fragments: Sequence[Fragment], segments: Sequence[
     Args:
         column: whose objects these are; its `rows` are set.
         fragments: the parts of each object to copy.
-        segments: one per page of `pages`.
+        segments: the objects' memory, for every page of `pages` in this order.
         pages: the unit's pages.
     """
     return _copies(column, fragments, segments, np.arange(pages.start, pages.stop), outward=False)
@@ -147,7 +147,7 @@ def _copies(
     return [
         Copy(
             column.pool.page_views[fragment.buffer],
-            rows[first : first + len(run)],
+            rows[first : first + run.count],
             rows_of(run, fragment.offset, fragment.nbytes),
             outward,
         )
@@ -156,28 +156,28 @@ def _copies(
     ]
 
 
-def runs(segments: Sequence[Segment]) -> Iterator[tuple[int, Sequence[Segment]]]:
-    """Runs of segments that lie side by side, as `(index of the first, segments)`."""
-    first = 0
-    for index in range(1, len(segments) + 1):
-        if index < len(segments):
-            last, this = segments[index - 1], segments[index]
-            if this.arena is last.arena and this.offset == last.offset + last.reserved and this.nbytes == last.nbytes:
-                continue
-        yield first, segments[first:index]
-        first = index
+def runs(segments: Sequence[Segment]) -> Iterator[tuple[int, Segment]]:
+    """Neighbours as one, `(index of the first object, segment)`: to look at its bytes, not to give it back."""
+    first, run = 0, segments[0].piece(0, segments[0].count) if segments else None
+    for this in segments[1:]:
+        assert run is not None
+        if this.arena is run.arena and this.offset == run.offset + run.reserved and this.nbytes == run.nbytes:
+            run.reserved += this.reserved
+            run.count += this.count
+            continue
+        yield first, run
+        first, run = first + run.count, this.piece(0, this.count)
+    if run is not None:
+        yield first, run
 
 
-def rows_of(run: Sequence[Segment], offset: int, nbytes: int) -> Bytes:
-    """Bytes of each of a run's segments: a view, uint8 `[segments, nbytes]`, each row contiguous.
+def rows_of(run: Segment, offset: int, nbytes: int) -> Bytes:
+    """Bytes of each of a segment's objects: a view, uint8 `[objects, nbytes]`, each row contiguous.
 
     Raises:
         ValueError: they lie beyond the object's end.
     """
-    if offset + nbytes > run[0].nbytes:
-        raise ValueError(
-            f"expected {nbytes} bytes at {offset} within the object, got an object of {run[0].nbytes} bytes"
-        )
-    start = run[0].offset + offset
-    memory = run[0].arena.memory
-    return as_strided(memory[start : start + nbytes], (len(run), nbytes), (run[0].reserved, 1))
+    if offset + nbytes > run.nbytes:
+        raise ValueError(f"expected {nbytes} bytes at {offset} within the object, got an object of {run.nbytes} bytes")
+    start = run.offset + offset
+    return as_strided(run.arena.memory[start : start + nbytes], (run.count, nbytes), (run.stride, 1))

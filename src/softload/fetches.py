@@ -1,10 +1,16 @@
-"""One object on its way into landing memory, shared by every unit that wants it."""
+"""Objects on their way into landing memory, shared by every unit that wants them.
+
+Neighbours of one unit, of one size and at one endpoint, are one fetch: planned, read, landed and freed as one. It is
+split where its objects part: where another unit wants some of them, where one has failed, or is not wanted any more.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
+from itertools import pairwise
 from typing import Final, Protocol
 
 from softload.landing import Segment
@@ -13,7 +19,18 @@ from softload.outcomes import PageStatus
 from softload.protocols import Descriptor
 from softload.session_states import Session
 
-__all__ = ["RETRY", "SECOND_READ", "Fetch", "FetchListener", "Part", "PartState", "ReadCall", "Turn"]
+__all__ = [
+    "RETRY",
+    "SECOND_READ",
+    "Fetch",
+    "FetchListener",
+    "Part",
+    "PartState",
+    "ReadAnswers",
+    "ReadCall",
+    "Turn",
+    "leaves",
+]
 
 RETRY: Final = "retry"
 SECOND_READ: Final = "second read"
@@ -40,6 +57,9 @@ class FetchListener(Protocol):
     def fetch_failed(self, fetch: Fetch) -> None:
         """It cannot be had. Called on the loop; must not await."""
 
+    def fetch_split(self, old: Fetch, new: Sequence[Fetch]) -> None:
+        """`new` are `old`, piece by piece, and wanted as that was. Called on the loop; must not await."""
+
     def fetch_replaced(self, old: Fetch, new: Fetch) -> None:
         """`new` has landed what `old` was to bring: join that, and leave `old` as soon as nobody copies from it."""
 
@@ -48,15 +68,17 @@ class FetchListener(Protocol):
 
 
 class Part:
-    """What one native call reads of an object: all of it, or the ranges of a group of layers."""
+    """What one native call reads of a fetch: all of it, or the ranges of a group of layers of one object."""
 
-    __slots__ = ("attempts", "call", "fetch", "layers", "nbytes", "ranges", "state")
+    __slots__ = ("attempts", "call", "fetch", "layers", "nbytes", "pieces", "ranges", "state")
 
-    def __init__(self, fetch: Fetch, ranges: Sequence[tuple[int, int]], layers: range | None) -> None:
+    def __init__(self, fetch: Fetch, ranges: Sequence[tuple[int, int]] = (), layers: range | None = None) -> None:
         self.fetch = fetch
         self.ranges = ranges
         self.layers = layers
-        self.nbytes = ranges[0][1] if len(ranges) == 1 else sum(nbytes for _, nbytes in ranges)
+        self.nbytes = sum(nbytes for _, nbytes in ranges) if ranges else fetch.size * fetch.count
+        self.pieces: tuple[Part, ...] = ()
+        """What it was split into: their states count then, while a call may still read by this one."""
         self.state = PartState.QUEUED
         self.attempts = 0
         self.call: ReadCall | None = None
@@ -66,20 +88,30 @@ class Part:
         return self.layers is None or (self.layers.start < layers.stop and layers.start < self.layers.stop)
 
 
+def leaves(parts: Iterable[Part]) -> Iterator[Part]:
+    """These parts, or where one was split its pieces, in the same order."""
+    for part in parts:
+        if part.pieces:
+            yield from leaves(part.pieces)
+        else:
+            yield part
+
+
 class Fetch:
-    """One object: its segment, its parts, and who waits for it.
+    """One object, or neighbours of one size and endpoint: their segment, their parts, and who waits for them.
 
     Without listeners it is withdrawn if it has not started, quarantined while a call may still write it, kept for a
     while if a prefetch brought it, and freed otherwise.
     """
 
     __slots__ = (
-        "descriptor",
+        "count",
+        "descriptors",
         "endpoint",
         "has_second",
         "issuer",
         "keep_until",
-        "key",
+        "keys",
         "listeners",
         "parts",
         "segment",
@@ -90,14 +122,24 @@ class Fetch:
         "timed_out",
     )
 
-    def __init__(self, key: str, segment: Segment, descriptor: Descriptor | None, *, size: int, tailed: bool) -> None:
-        self.key = key
+    def __init__(
+        self,
+        keys: Sequence[str],
+        segment: Segment,
+        descriptors: Sequence[Descriptor | None],
+        *,
+        size: int,
+        tailed: bool,
+    ) -> None:
+        self.keys = keys
+        self.count = len(keys)
         self.segment = segment
-        self.descriptor = descriptor
-        self.endpoint = descriptor.endpoint if descriptor is not None else ""
+        self.descriptors = descriptors
+        first = descriptors[0]
+        self.endpoint = first.endpoint if first is not None else ""
         self.size = size
         self.tailed = tailed
-        self.parts: list[Part] = [Part(self, ((0, size),), None)]
+        self.parts: list[Part] = [Part(self)]
         self.listeners: list[FetchListener] = []
         self.issuer: FetchListener | None = None
         """Who had it read, until it leaves; all other listeners joined."""
@@ -110,7 +152,12 @@ class Fetch:
 
     def __repr__(self) -> str:
         states = ",".join(part.state.value for part in self.parts)
-        return f"<Fetch {self.key}: {states}, {len(self.listeners)} listeners>"
+        return f"<Fetch {self.key} and {self.count - 1} more: {states}, {len(self.listeners)} listeners>"
+
+    @property
+    def key(self) -> str:
+        """Of its object, or of the first one."""
+        return self.keys[0]
 
     @property
     def failed(self) -> bool:
@@ -138,6 +185,33 @@ class Fetch:
         """Who waits for a read that somebody else had started; each once."""
         return [listener for listener in dict.fromkeys(self.listeners) if listener is not self.issuer]
 
+    def split(self, bounds: Sequence[int]) -> list[Fetch]:
+        """Fetches in the stead of this one, which is read as a whole: nobody wants it any more, they are wanted.
+
+        Args:
+            bounds: where the pieces begin, from 0, and the end of the last.
+        """
+        (part,) = self.parts
+        pieces: list[Fetch] = []
+        for first, end in pairwise(bounds):
+            segment = self.segment.piece(first, end - first)
+            descriptors = self.descriptors[first:end]
+            piece = Fetch(self.keys[first:end], segment, descriptors, size=self.size, tailed=self.tailed)
+            piece.endpoint, piece.status, piece.timed_out = self.endpoint, self.status, self.timed_out
+            piece.listeners, piece.issuer = list(self.listeners), self.issuer
+            piece.has_second, piece.keep_until = self.has_second, self.keep_until
+            mine = piece.parts[0]
+            mine.state, mine.attempts, mine.call = part.state, part.attempts, part.call
+            pieces.append(piece)
+        part.pieces = tuple(piece.parts[0] for piece in pieces)
+        if part.call is not None and part in part.call.relied_on:
+            part.call.relied_on.remove(part)
+            part.call.relied_on.update(part.pieces)
+        self.listeners.clear()
+        self.issuer = None
+        self.parts.clear()  # no circle for the collector
+        return pieces
+
     def give_up_calls(self) -> None:
         """Nobody relies on the calls that may still write its segment."""
         for part in self.parts:
@@ -149,6 +223,19 @@ class Fetch:
         if len(self.parts) == 1 and self.parts[0].layers is None:
             return self.landed
         return not self.failed and all(part.state is PartState.LANDED for part in self.parts if part.serves(layers))
+
+
+@dataclass(frozen=True, slots=True)
+class ReadAnswers:
+    """What one native read brought, by object in the order in which it read them.
+
+    Args:
+        statuses: `LOADED`, or why not.
+        replaced: where a replica has changed, the one that is there now.
+    """
+
+    statuses: Sequence[PageStatus]
+    replaced: dict[int, Descriptor] = field(default_factory=dict)
 
 
 class Turn:
@@ -205,7 +292,7 @@ class ReadCall:
         self.timed_out = False
         self.master_answered: bool | None = None
         """Whether the master did when it was asked for proof; ``None`` where it was not."""
-        self.native: NativeCall[list[tuple[PageStatus, Descriptor | None]]] | None = None
+        self.native: NativeCall[ReadAnswers] | None = None
 
     @property
     def label(self) -> str:

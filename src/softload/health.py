@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 import structlog
@@ -139,9 +139,10 @@ class NegativeCache:
         while len(self._until) > self.capacity:
             self._until.popitem(last=False)
 
-    def discard(self, key: str) -> None:
-        """A good read, or a save of our own: forget it."""
-        self._until.pop(key, None)
+    def discard(self, keys: Iterable[str]) -> None:
+        """Good reads, or saves of our own: forget them."""
+        for key in keys if self._until else ():
+            self._until.pop(key, None)
 
     def knows_any(self, keys: Collection[str]) -> bool:
         """Whether any of these may be in it, expired ones included."""

@@ -63,25 +63,25 @@ def check_tails(keys: Sequence[str], objects: Bytes, integrity: Integrity) -> li
         integrity: see `check_tail`.
     """
     size = objects.shape[1] - _TAIL.size
-    tails = np.ascontiguousarray(objects[:, size:]).view("<u8").tolist()
     payloads = objects[:, :size]
-    samples: memoryview | None = None
-    width = 0
-    good = []
-    for index, (key, (kind, length, sample, full)) in enumerate(zip(keys, tails, strict=True)):
-        if kind != _FORMAT or length != size:
-            good.append(False)
-        elif integrity is Integrity.FULL and full:
-            good.append(_full_digest(payloads[index], _seed(key)) == full)
-        elif integrity is Integrity.OFF or not sample:
-            good.append(True)
-        else:
-            if samples is None:
-                gathered = _samples(payloads)
-                samples, width = gathered.reshape(-1).data, gathered.shape[1]
-            part = samples[index * width : (index + 1) * width]
-            good.append((xxhash.xxh3_64_intdigest(part, seed=_seed(key)) or 1) == sample)
-    return good
+    kinds, lengths, samples, fulls = np.ascontiguousarray(objects[:, size:]).view("<u8").T
+    formed: list[bool] = ((kinds == _FORMAT) & (lengths == size)).tolist()
+    if integrity is Integrity.OFF:
+        return formed
+    if integrity is Integrity.FULL and fulls.all():
+        wanted, parts = fulls.tolist(), [payload.data for payload in payloads]
+    elif integrity is Integrity.FULL and fulls.any():  # written by different writers: each on its own
+        return [check_tails([key], objects[index, None], integrity)[0] for index, key in enumerate(keys)]
+    else:
+        gathered = _samples(payloads)
+        flat, width = gathered.reshape(-1).data, gathered.shape[1]
+        wanted, parts = samples.tolist(), [flat[at : at + width] for at in range(0, len(flat), width)]
+    digest = xxhash.xxh3_64_intdigest
+    # 0 stands for a digest that was not computed: in the tail nothing is compared, of the bytes it is 1.
+    return [
+        is_formed and (not stored or (digest(part, seed=digest(key)) or 1) == stored)
+        for is_formed, stored, part, key in zip(formed, wanted, parts, map(str.encode, keys), strict=True)
+    ]
 
 
 def sample_digest(payload: Bytes, seed: int = 0) -> int:

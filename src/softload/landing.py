@@ -1,14 +1,5 @@
 """Landing memory: the only memory of this process that the network reads into or writes from.
 
-| segment state | entered | left by |
-| --- | --- | --- |
-| FREE | | a grant |
-| GRANTED | a unit or a save was granted it | the native call is submitted, or the grant is given back |
-| STAGING | a save copies out of slots | the copy is complete: the slots are the engine's again; IN_FLIGHT |
-| IN_FLIGHT | native call submitted | the call returned: LANDED (read) or FREE (save) |
-| LANDED | checked | last copy done and nobody pins it: FREE |
-| QUARANTINED | deadline, cancel or close while the call is out | the call returns: FREE |
-
 Memory is granted whole, per unit and in order, before the unit's first read; who holds some never waits for more.
 Quarantined bytes are replaced by fresh arenas, so that a hung peer does not shrink what others may use.
 """
@@ -18,57 +9,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 import anyio
-import numpy as np
-import numpy.typing as npt
 
 from softload.arena import PAGE, Arena, aligned
+from softload.segments import Segment, SegmentState, Share
 
 __all__ = ["LandingMemory", "LandingStatistics", "Segment", "SegmentState", "Share", "check_capacity"]
-
-
-class SegmentState(StrEnum):
-    """Where a segment is in its life; see the module's table."""
-
-    FREE = "free"
-    GRANTED = "granted"
-    STAGING = "staging"
-    IN_FLIGHT = "in_flight"
-    LANDED = "landed"
-    QUARANTINED = "quarantined"
-
-
-class Share(StrEnum):
-    """Who asks for memory. A quarter is for streaming only, an eighth for saves only."""
-
-    STREAMING = "streaming"
-    PREFETCH = "prefetch"
-    SAVE = "save"
-
-
-@dataclass(slots=True, eq=False)
-class Segment:
-    """The landing memory of one object. Holds its arena alive, whatever became of the loader."""
-
-    arena: Arena
-    offset: int
-    nbytes: int
-    reserved: int
-    share: Share
-    state: SegmentState = SegmentState.GRANTED
-    endpoint: str = ""
-
-    @property
-    def pointer(self) -> int:
-        """Address of the first byte."""
-        return self.arena.pointer + self.offset
-
-    @property
-    def memory(self) -> npt.NDArray[np.uint8]:
-        """The bytes, uint8 `[nbytes]`."""
-        return self.arena.memory[self.offset : self.offset + self.nbytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +89,21 @@ class LandingMemory:
         return sum(aligned(size) * count for size, count in sizes)
 
     def try_grant(self, sizes: Sequence[tuple[int, int]], share: Share) -> list[Segment] | None:
-        """Grant one segment per object now, or nothing.
+        """Grant one segment per object now, or nothing; see `try_grant_runs`."""
+        runs = self.try_grant_runs(sizes, share)
+        return None if runs is None else _singles(runs)
+
+    async def grant(self, sizes: Sequence[tuple[int, int]], share: Share) -> list[Segment] | None:
+        """Grant one segment per object, in turn; see `grant_runs`."""
+        runs = await self.grant_runs(sizes, share)
+        return None if runs is None else _singles(runs)
+
+    def try_grant_runs(self, sizes: Sequence[tuple[int, int]], share: Share) -> list[Segment] | None:
+        """Grant memory for objects now, or nothing.
 
         Args:
-            sizes: runs of equal objects as `(object bytes, count)`; segments come in this order, those of a run side by
-                side where the memory allows it.
+            sizes: runs of equal objects as `(object bytes, count)`; segments come in this order, one for a run where
+                the memory allows it.
             share: who asks.
         """
         total = self.cost(sizes)
@@ -154,15 +111,15 @@ class LandingMemory:
             return None
         return self._allocate(sizes, total, share)
 
-    async def grant(self, sizes: Sequence[tuple[int, int]], share: Share) -> list[Segment] | None:
-        """Grant one segment per object, in turn with others of the share; ``None`` if it can never fit.
+    async def grant_runs(self, sizes: Sequence[tuple[int, int]], share: Share) -> list[Segment] | None:
+        """Grant memory for objects, in turn with others of the share; ``None`` if it can never fit.
 
         Waits as long as the caller lets it; a cancelled wait leaves the queue and keeps nothing.
         """
         total = self.cost(sizes)
         if total > self._limits[share]:
             return None
-        granted = self.try_grant(sizes, share)
+        granted = self.try_grant_runs(sizes, share)
         if granted is not None:
             return granted
         waiter = _Waiter(sizes, total, None, anyio.Event())
@@ -329,9 +286,7 @@ class LandingMemory:
             for arena in self.arenas:
                 offset = arena.take(run * stride)
                 if offset is not None:
-                    segments.extend(
-                        Segment(arena, offset + index * stride, size, stride, share) for index in range(run)
-                    )
+                    segments.append(Segment(arena, offset, size, run * stride, share, count=run))
                     left -= run
                     break
             else:
@@ -389,6 +344,10 @@ def check_capacity(capacity: int, object_sizes: Sequence[int]) -> None:
             f"landing_bytes: expected at least {needed} for pages of {page} bytes in objects of up to {largest}, "
             f"got {capacity}"
         )
+
+
+def _singles(runs: Sequence[Segment]) -> list[Segment]:
+    return [run.piece(index, 1) for run in runs for index in range(run.count)]
 
 
 def _limits(capacity: int) -> dict[Share, int]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import partial
 from itertools import islice
@@ -253,6 +253,10 @@ class UnitRun:
         for wanted in self._fetches.of(fetch):
             self.wants.mark_bad(wanted.column, wanted.page, fetch.status)
         self._recut()
+
+    def fetch_split(self, old: Fetch, new: Sequence[Fetch]) -> None:
+        """A fetch goes on in pieces."""
+        self._fetches.split(old, new)
 
     def fetch_replaced(self, old: Fetch, new: Fetch) -> None:
         """Another read of the same object has landed."""

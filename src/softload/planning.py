@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -14,12 +14,14 @@ from softload.geometry.device_pool import DevicePool
 from softload.geometry.group import DevicePoolGroup, ResolvedComponent
 from softload.geometry.layout import ObjectSpec
 from softload.keys import KeySpace
+from softload.protocols import Descriptor
 from softload.transfer import HitPolicy, PoolName, TransferUnit
 
 __all__ = [
     "Column",
     "ComponentPages",
     "UnitParts",
+    "alike",
     "boundaries",
     "check_distinct",
     "columns",
@@ -156,8 +158,18 @@ def needed_pages(pages: int, hit_policy: HitPolicy, window: int) -> range:
     return range(pages) if hit_policy is HitPolicy.ALL_PAGES else range(max(0, pages - window), pages)
 
 
+def alike(descriptors: Sequence[Descriptor | None]) -> int:
+    """How many objects, from the first on, are of one size and at one endpoint; or of which that is not known."""
+    places = [None if each is None else (each.endpoint, each.size) for each in descriptors]
+    return next((at for at, place in enumerate(places) if place != places[0]), len(places))
+
+
 def read_batches(
-    objects: Iterable[tuple[str, int, T]], *, max_bytes: int, max_objects: int
+    objects: Iterable[tuple[str, int, T]],
+    *,
+    max_bytes: int,
+    max_objects: int,
+    count: Callable[[T], int] = lambda _: 1,
 ) -> list[tuple[str, list[T]]]:
     """Split reads into calls, in order, each for one endpoint.
 
@@ -165,19 +177,21 @@ def read_batches(
         objects: `(endpoint, bytes, item)` in the order in which they are wanted.
         max_bytes: bytes of one call at most; a larger object has a call of its own.
         max_objects: objects of one call at most.
+        count: how many objects an item is; one with more than `max_objects` has a call of its own.
 
     Returns:
         `(endpoint, items)` per call; every item once, items of an endpoint in their order.
     """
     batches: list[tuple[str, list[T]]] = []
-    current: dict[str, tuple[list[T], int]] = {}
+    current: dict[str, tuple[list[T], int, int]] = {}
     for endpoint, nbytes, item in objects:
-        items, total = current.get(endpoint, ([], 0))
-        if not items or total + nbytes > max_bytes or len(items) >= max_objects:
-            items, total = [], 0
+        items, total, number = current.get(endpoint, ([], 0, 0))
+        number += count(item)
+        if not items or total + nbytes > max_bytes or number > max_objects:
+            items, total, number = [], 0, count(item)
             batches.append((endpoint, items))
         items.append(item)
-        current[endpoint] = (items, total + nbytes)
+        current[endpoint] = (items, total + nbytes, number)
     return batches
 
 

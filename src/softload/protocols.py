@@ -7,9 +7,8 @@ on threads of its own and bounds the waiting, not the call. It answers per key a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from softload.outcomes import PageStatus
 
@@ -36,9 +35,10 @@ PutAnswer: TypeAlias = int | PutRefusal | PageStatus
 """Per key of a put: 0, or why not."""
 
 
-@dataclass(frozen=True, slots=True)
-class Descriptor:
+class Descriptor(NamedTuple):
     """Where an object's complete memory replica lies: compared before and after a read, never dereferenced.
+
+    A tuple, since there is one for every object of every load.
 
     Args:
         size: the object's bytes, at least 1.

@@ -6,70 +6,75 @@ from collections.abc import Sequence
 
 from softload.config import Integrity
 from softload.copies import rows_of, runs
-from softload.fetches import Fetch, Part, ReadCall
+from softload.fetches import Part, ReadAnswers, ReadCall
 from softload.integrity import check_tails
 from softload.outcomes import PageStatus
 from softload.protocols import Descriptor
 from softload.store_calls import StoreCalls
 
-__all__ = ["ReadAnswer", "execute_read"]
+__all__ = ["execute_read"]
 
 _WORTH_BYTES = 1 << 20
 """Fewer bytes are checked before the event loop could be told anything."""
 
-ReadAnswer = tuple[PageStatus, Descriptor | None]
-"""Per part: `LOADED`, or why not; and, where its replica has changed, the one that is there now."""
 
+def execute_read(calls: StoreCalls, call: ReadCall, integrity: Integrity) -> ReadAnswers:
+    """Read the live parts of a call and check each object: its digest, or where there is none, its descriptor.
 
-def execute_read(calls: StoreCalls, call: ReadCall, integrity: Integrity) -> list[ReadAnswer]:
-    """Read the live parts of a call and check each: its digest, or where there is none, its descriptor."""
+    The loop may split fetches meanwhile; what is looked at here stays as it is.
+    """
     parts = call.live
-    keys = [part.fetch.key for part in parts]
-    if call.ranged:
-        statuses = calls.read_ranges(
-            keys,
-            [[part.fetch.segment.pointer + offset for offset, _ in part.ranges] for part in parts],
-            [[nbytes for _, nbytes in part.ranges] for part in parts],
-            [[offset for offset, _ in part.ranges] for part in parts],
-        )
-    else:
-        statuses = calls.read(keys, [part.fetch.segment.pointer for part in parts], [part.fetch.size for part in parts])
+    keys = [key for part in parts for key in part.fetch.keys]
+    statuses = _read_ranges(calls, keys, parts) if call.ranged else _read(calls, keys, parts)
     if call.native is not None and sum(part.nbytes for part in parts) >= _WORTH_BYTES:
         call.native.step_aside()  # the endpoint is free: its next call need not wait for the checks
-    unproven = [
-        index
-        for index, (part, status) in enumerate(zip(parts, statuses, strict=True))
-        if status is PageStatus.LOADED and not (part.fetch.tailed and integrity is not Integrity.OFF)
-    ]
-    now = dict(zip(unproven, calls.descriptors([keys[index] for index in unproven]), strict=True))
+    replaced: dict[int, Descriptor] = {}
+    tailed = all(part.fetch.tailed for part in parts)  # or none of them: that is the layout's
+    for index in _broken(keys, parts, integrity) if tailed else ():
+        if statuses[index] is PageStatus.LOADED:
+            statuses[index] = PageStatus.CORRUPT
+    if tailed and integrity is not Integrity.OFF:
+        return ReadAnswers(statuses)
+    landed = [index for index, status in enumerate(statuses) if status is PageStatus.LOADED]
+    now = calls.descriptors([keys[index] for index in landed])
     if now:
-        call.master_answered = PageStatus.STORE_UNREACHABLE not in now.values()
-    whole = _whole([part.fetch for part in parts], integrity)
-    return [
-        _checked(part, status, now.get(index), whole[index])
-        for index, (part, status) in enumerate(zip(parts, statuses, strict=True))
-    ]
+        call.master_answered = PageStatus.STORE_UNREACHABLE not in now
+    before = [descriptor for part in parts for descriptor in part.fetch.descriptors]
+    for index, found in zip(landed, now, strict=True):
+        # A dead master cannot have given the memory to others: what its sessions read is good until it is back.
+        known = before[index]
+        if known is None or found == known or found is PageStatus.STORE_UNREACHABLE:
+            continue
+        statuses[index] = PageStatus.REPLICA_CHANGED
+        if isinstance(found, Descriptor):
+            replaced[index] = found
+    return ReadAnswers(statuses, replaced)
 
 
-def _whole(fetches: Sequence[Fetch], integrity: Integrity) -> list[bool]:
-    """Whether the bytes of each fetch are whole and its own, as far as its tail tells."""
-    whole: list[bool] = []
-    for first, run in runs([fetch.segment for fetch in fetches]):
-        these = fetches[first : first + len(run)]
-        if these[0].tailed:
-            whole += check_tails([fetch.key for fetch in these], rows_of(run, 0, these[0].size), integrity)
-        else:
-            whole += [True] * len(run)
-    return whole
+def _read(calls: StoreCalls, keys: list[str], parts: Sequence[Part]) -> list[PageStatus]:
+    pointers: list[int] = []
+    sizes: list[int] = []
+    for part in parts:
+        segment = part.fetch.segment
+        pointers += range(segment.pointer, segment.pointer + segment.reserved, segment.stride)
+        sizes += [part.fetch.size] * part.fetch.count
+    return calls.read(keys, pointers, sizes)
 
 
-def _checked(part: Part, status: PageStatus, now: Descriptor | PageStatus | None, whole: bool) -> ReadAnswer:
-    fetch = part.fetch
-    if status is not PageStatus.LOADED:
-        return status, None
-    if not whole:
-        return PageStatus.CORRUPT, None
-    # A dead master cannot have given the memory to others: what its sessions read is good until it is back.
-    if now is None or fetch.descriptor is None or now is PageStatus.STORE_UNREACHABLE or now == fetch.descriptor:
-        return PageStatus.LOADED, None
-    return PageStatus.REPLICA_CHANGED, now if isinstance(now, Descriptor) else None
+def _read_ranges(calls: StoreCalls, keys: list[str], parts: Sequence[Part]) -> list[PageStatus]:
+    return calls.read_ranges(
+        keys,
+        [[part.fetch.segment.pointer + offset for offset, _ in part.ranges] for part in parts],
+        [[nbytes for _, nbytes in part.ranges] for part in parts],
+        [[offset for offset, _ in part.ranges] for part in parts],
+    )
+
+
+def _broken(keys: Sequence[str], parts: Sequence[Part], integrity: Integrity) -> list[int]:
+    """Which objects' bytes are not whole, or not their own, as far as their tails tell."""
+    broken: list[int] = []
+    for first, run in runs([part.fetch.segment for part in parts]):
+        whole = check_tails(keys[first : first + run.count], rows_of(run, 0, run.nbytes), integrity)
+        if not all(whole):
+            broken += [first + index for index, good in enumerate(whole) if not good]
+    return broken

@@ -64,7 +64,7 @@ class ReadHealth:
             rate = nbytes / max(call.native.elapsed(), 1e-6)
             known = self._rates.pop(call.endpoint, rate)
             self._rates[call.endpoint] = known + 0.2 * (rate - known)
-            if not call.overdue and all(status is PageStatus.LOADED for status in statuses):
+            if not call.overdue and statuses.count(PageStatus.LOADED) == len(statuses):
                 self._record_cost(call, running)
             if len(self._rates) > MAX_ENDPOINTS:  # the one that was read from longest ago
                 del self._rates[next(iter(self._rates))]
@@ -76,7 +76,7 @@ class ReadHealth:
         self.costs.record(
             call.endpoint,
             ranged=call.ranged,
-            items=sum(len(part.ranges) for part in call.live),
+            items=sum(len(part.ranges) or part.fetch.count for part in call.live),
             nbytes=sum(part.nbytes for part in call.live),
             seconds=(call.native.ended_at - call.native.started_at) / beside,
         )
@@ -97,13 +97,15 @@ class ReadHealth:
                         call.turn.suspects.add(call.endpoint)
                         breaker.record(False)
                 if breaker.is_open:
-                    self._health.negative.add(fetch.key, PageStatus.TIMED_OUT)
+                    for key in fetch.keys:
+                        self._health.negative.add(key, PageStatus.TIMED_OUT)
 
     def refute(self, fetch: Fetch) -> None:
         """A fetch failed."""
         if fetch.status not in _NOT_REFUTED:
-            self._health.negative.add(fetch.key, fetch.status)
+            for key in fetch.keys:
+                self._health.negative.add(key, fetch.status)
 
     def confirm(self, fetch: Fetch) -> None:
         """A fetch has landed."""
-        self._health.negative.discard(fetch.key)
+        self._health.negative.discard(fetch.keys)

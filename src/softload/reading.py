@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
-from itertools import groupby
 from typing import Any
 
 import structlog
@@ -14,18 +12,19 @@ import structlog
 from softload import events
 from softload.config import LoaderConfig
 from softload.cost_model import CostModel
-from softload.fetches import Fetch, FetchListener, Part, PartState, ReadCall, Turn
+from softload.fetch_table import FetchTable
+from softload.fetches import Fetch, FetchListener, Part, PartState, ReadAnswers, ReadCall, Turn, leaves
 from softload.health import Health
 from softload.landing import LandingMemory, Segment, SegmentState
 from softload.native_calls import CallGroup, NativeCall, RefusedError
 from softload.outcomes import Action, PageStatus
 from softload.planning import read_batches
 from softload.protocols import Clock, Descriptor
+from softload.ranged_reads import RangedReads
 from softload.read_execution import execute_read
 from softload.read_health import ReadHealth
 from softload.request_log import RequestLog
 from softload.second_reads import SecondReads
-from softload.session_states import Session
 from softload.sessions import SessionTable
 from softload.store_calls import StoreCalls
 from softload.telemetry import Counters
@@ -63,15 +62,14 @@ class Reader:
     ) -> None:
         self._calls = calls
         self._landing = landing
-        self._sessions = sessions
         self._counters = counters
         self._config = config
         self._spawn = spawn
         self._log = log
         self._clock = clock
-        self._fetches: dict[str, Fetch] = {}
-        self._kept: OrderedDict[str, Fetch] = OrderedDict()
+        self._table = FetchTable()
         self._health = ReadHealth(health, counters)
+        self._ranged = RangedReads(self, sessions)
         self._seconds = SecondReads(self, landing, health, counters)
         self._turn = 0.0
         lanes, stuck = config.read_lanes, config.stuck_threads
@@ -79,19 +77,23 @@ class Reader:
         self._removals = CallGroup("remove", width=1, max_stuck=1)
 
     def __repr__(self) -> str:
-        return f"<Reader {len(self._fetches)} fetches, {len(self._kept)} kept, {self.group!r}>"
+        return f"<Reader {self._table!r}, {self.group!r}>"
 
     def find(self, key: str) -> Fetch | None:
-        """The fetch of a key that may be joined: its bytes are here, or on their way and not late."""
-        fetch = self._fetches.get(key)
-        if fetch is None or fetch.failed or fetch.timed_out:
-            return None
-        late = any(part.state is PartState.IN_FLIGHT and part.call and part.call.overdue for part in fetch.parts)
-        return None if late else fetch
+        """The fetch of a key that may be joined; see `FetchTable.find`."""
+        return self._table.find(key)
 
     def knows_any(self, keys: Collection[str]) -> bool:
         """Whether any of these is here or on its way, late ones included."""
-        return not self._fetches.keys().isdisjoint(keys)
+        return self._table.knows_any(keys)
+
+    def piece(self, fetch: Fetch, first: int, end: int) -> Fetch:
+        """A fetch of some of the objects of a fetch, by their places in it; it is split for that where need be."""
+        return self._table.piece(fetch, first, end)
+
+    def split(self, fetch: Fetch) -> list[Fetch]:
+        """A fetch for each object, with all that holds for the one that brought them; whoever wants it is told."""
+        return self._table.split(fetch, range(fetch.count + 1))
 
     @property
     def costs(self) -> CostModel:
@@ -101,37 +103,37 @@ class Reader:
     def join(self, fetch: Fetch, listener: FetchListener) -> None:
         """Want a fetch; `leave` must follow."""
         if not fetch.listeners:
-            self._kept.pop(fetch.key, None)
+            self._table.join_kept(fetch)
         fetch.listeners.append(listener)
 
     def add(
         self,
-        key: str,
+        keys: Sequence[str],
         segment: Segment,
-        descriptor: Descriptor | None,
+        descriptors: Sequence[Descriptor | None],
         listener: FetchListener,
         *,
         size: int,
         tailed: bool,
         ranges: Sequence[tuple[range, Sequence[tuple[int, int]]]] = (),
     ) -> Fetch:
-        """A fetch for an object that is not here: it takes over the segment, and waits for `read`.
+        """A fetch for objects that are not here: it takes over the segment, and waits for `read`.
 
         Args:
-            key: the object's key.
-            segment: where it lands.
-            descriptor: where it is, as far as that is known.
-            listener: who wants it, and has it read.
-            size: bytes of the object.
-            tailed: whether it ends in a tail with digests.
-            ranges: `(layers, byte ranges)` per part, for ranged reads; none for one whole read.
+            keys: the objects' keys, at least one.
+            segment: where they land.
+            descriptors: where they are, as far as that is known: all at one endpoint.
+            listener: who wants them, and has them read.
+            size: bytes of each object.
+            tailed: whether they end in a tail with digests.
+            ranges: `(layers, byte ranges)` per part, for ranged reads of one object; none for whole reads.
         """
-        fetch = Fetch(key, segment, descriptor, size=size, tailed=tailed)
+        fetch = Fetch(keys, segment, descriptors, size=size, tailed=tailed)
         if ranges:
             fetch.parts = [Part(fetch, tuple(pairs), layers) for layers, pairs in ranges]
         fetch.listeners.append(listener)
         fetch.issuer = listener
-        self._fetches[key] = fetch
+        self._table.add(fetch)
         return fetch
 
     def leave(self, fetch: Fetch, listener: FetchListener, *, timed_out: bool = False, keep: bool = False) -> None:
@@ -164,8 +166,7 @@ class Reader:
                 continue
             fetch.listeners.clear()
             fetch.issuer = None
-            if self._fetches.get(fetch.key) is fetch:
-                del self._fetches[fetch.key]
+            self._table.forget(fetch)
             fetch.parts.clear()
             freed.append(fetch.segment)
         self._landing.release_all(freed)
@@ -173,31 +174,25 @@ class Reader:
     def read(self, parts: Sequence[Part], turn: Turn) -> None:
         """Queue reads of parts that are QUEUED, in the order in which they are wanted."""
         ranged = [part for part in parts if part.layers is not None]
-        whole = [part for part in parts if part.layers is None]
+        whole = [part for part in leaves(parts) if part.layers is None]
         if ranged:
-            self._spawn(lambda: self._read_ranged(ranged, turn))
-        self._submit(whole, turn, ranged=False)
+            self._spawn(lambda: self._ranged.begin(ranged, turn))
+        self.submit(whole, turn, ranged=False)
 
     def reclaim(self, nbytes: int) -> None:
         """Free kept bytes, oldest first, at least `nbytes` of them."""
-        while self._kept and nbytes > 0:
-            _, fetch = self._kept.popitem(last=False)
-            nbytes -= fetch.segment.reserved
+        for fetch in self._table.take_oldest(nbytes):
             self._free(fetch)
 
     def expire(self) -> None:
         """Free kept bytes whose time is over."""
-        while self._kept:
-            fetch = next(iter(self._kept.values()))
-            if fetch.keep_until > self._clock():
-                return
-            self._kept.popitem(last=False)
+        for fetch in self._table.take_expired(self._clock):
             self._free(fetch)
 
     @property
     def kept_bytes(self) -> int:
         """Landed bytes that nobody pins."""
-        return sum(fetch.segment.reserved for fetch in self._kept.values())
+        return self._table.kept_bytes
 
     def close(self) -> None:
         """Take no more reads, drop queued ones, free what is kept."""
@@ -207,11 +202,13 @@ class Reader:
 
     # -- submitting
 
-    def _submit(self, parts: Sequence[Part], turn: Turn, *, ranged: bool) -> None:
+    def submit(self, parts: Sequence[Part], turn: Turn, *, ranged: bool) -> None:
+        """Submit calls for parts, in the order in which they are wanted."""
         batches = read_batches(
             ((part.fetch.endpoint, part.nbytes, part) for part in parts),
             max_bytes=self._config.read_batch_bytes,
             max_objects=self._config.read_batch_objects,
+            count=lambda part: part.fetch.count,
         )
         for endpoint, items in batches:
             call = ReadCall(endpoint, items, turn, ranged=ranged)
@@ -230,53 +227,16 @@ class Reader:
             except RefusedError:
                 self.fail(items, PageStatus.SHED)
 
-    async def _read_ranged(self, parts: Sequence[Part], turn: Turn) -> None:
-        """Hold sessions for the parts' objects, then read them."""
-        new = {part.fetch.key: part.fetch for part in parts if part.fetch.session is None}
-        answers = await self._sessions.acquire(list(new)) if new else {}
-        for key, fetch in new.items():
-            answer = answers[key]
-            if isinstance(answer, Session):
-                fetch.session = answer
-                if not fetch.listeners:  # everybody left meanwhile
-                    self._release_session(fetch)
-            elif answer is PageStatus.NO_MEMORY_REPLICA and fetch.listeners:
-                # No session without a memory replica, but a whole read may bring it in.
-                fetch.parts = [Part(fetch, ((0, fetch.size),), None)]
-                self._submit(fetch.parts, turn, ranged=False)
-            else:
-                self.fail(fetch.parts, answer)
-        await self._renew_and_submit([part for part in parts if part.fetch.session is not None], turn)
-
-    async def _renew_and_submit(self, parts: Sequence[Part], turn: Turn, *, force_up_to: int = 0) -> None:
-        held = [part for part in parts if part.fetch.session is not None and part.fetch.listeners]
-        sessions = list({id(part.fetch.session): part.fetch.session for part in held}.values())
-        renewed = self._sessions.renew([each for each in sessions if each is not None], force_up_to=force_up_to)
-        answers = await renewed
-        found = {id(session): answer for session, answer in zip(sessions, answers, strict=True)}
-        for part in held:
-            answer = found.get(id(part.fetch.session), PageStatus.LOADED)  # none: freed meanwhile
-            if answer is not PageStatus.LOADED:
-                self.fail([part], answer)
-        # Calls of their own: the first layers of all objects do not wait for any byte of later ones.
-        queued = [
-            (part.layers.start, part) for part in held if part.state is PartState.QUEUED and part.layers is not None
-        ]
-        queued.sort(key=lambda each: each[0])
-        for _, same in groupby(queued, key=lambda each: each[0]):
-            self._submit([part for _, part in same], turn, ranged=True)
-
     def _prepare(self, call: ReadCall) -> bool:
         """On the loop, right before a thread gets the call: what nobody wants any more is not read."""
         assert call.native is not None
         self._turn = max(self._turn, call.native.priority)
-        live = [part for part in call.parts if part.state is PartState.QUEUED and part.fetch.listeners]
+        live = [part for part in leaves(call.parts) if part.state is PartState.QUEUED and part.fetch.listeners]
         if live and self._landing.refuses(call.endpoint):
             self.fail(live, PageStatus.SHED)
             return False
-        sessions = [part.fetch.session for part in live if part.fetch.session is not None]
-        if self._sessions.put_off(sessions):  # its lease ran down while the call was queued
-            self._spawn(lambda: self._renew_and_submit(live, Turn(call.turn.suspects)))
+        if self._ranged.put_off(live):  # its lease ran down while the call was queued
+            self._spawn(lambda: self._ranged.go_on(live, Turn(call.turn.suspects)))
             return False
         for part in live:
             part.state = PartState.IN_FLIGHT
@@ -285,7 +245,7 @@ class Reader:
         if live:
             call.live, call.relied_on = live, set(live)
             call.running = self.group.running + 1
-            call.session_starts = self._sessions.starts
+            call.session_starts = self._ranged.session_starts
             self._health.expect(call)
             self._seconds.watch(call)
         return bool(live)
@@ -295,16 +255,25 @@ class Reader:
     def _returned(self, call: ReadCall) -> None:
         assert (native := call.native) is not None
         self._seconds.returned(call)
-        answers = native.value or [(PageStatus.MALFORMED, None)] * len(call.live)
+        answers = native.value or ReadAnswers([PageStatus.MALFORMED] * sum(part.fetch.count for part in call.live))
         if native.error is not None and not isinstance(native.error, RefusedError):
             self._log.tell(_log.error, events.STORE_RAISED, error=repr(native.error))
-        self._health.record(call, [status for status, _ in answers], running=self.group.running + 1)
+        self._health.record(call, answers.statuses, running=self.group.running + 1)
         again: list[Part] = []
         landed: dict[FetchListener, None] = {}
-        for part, (status, descriptor) in zip(call.live, answers, strict=True):
+        place, left = 0, list(reversed(call.live))
+        while left:  # one after another: what comes of one may split those that follow
+            part = left.pop()
+            fetch = part.fetch
+            if not part.pieces:
+                self._table.split_by_status(fetch, answers.statuses[place : place + fetch.count])
+            if part.pieces:
+                left += reversed(part.pieces)
+                continue
+            status, replaced = answers.statuses[place], answers.replaced.get(place)
+            place += fetch.count
             part.call = None
             part.state = PartState.QUEUED
-            fetch = part.fetch
             if not fetch.listeners:
                 part.state = PartState.FAILED
                 self._settle(fetch, keep=False)
@@ -312,7 +281,7 @@ class Reader:
                 self._land(part)
                 for listener in fetch.listeners:
                     landed[listener] = None
-            elif fetch not in self._seconds and self._may_retry(part, status, descriptor):
+            elif fetch not in self._seconds and self._may_retry(part, status, replaced):
                 again.append(part)
             else:
                 if status is PageStatus.CORRUPT and fetch not in self._seconds:
@@ -323,9 +292,9 @@ class Reader:
         if again:
             turn = Turn(call.turn.suspects)
             if call.ranged:
-                self._spawn(lambda: self._renew_and_submit(again, turn, force_up_to=call.session_starts))
+                self._spawn(lambda: self._ranged.go_on(again, turn, force_up_to=call.session_starts))
             else:
-                self._submit(again, turn, ranged=False)
+                self.submit(again, turn, ranged=False)
 
     def _land(self, part: Part) -> None:
         part.state = PartState.LANDED
@@ -334,11 +303,10 @@ class Reader:
         if fetch.landed:
             fetch.segment.state = SegmentState.LANDED
             self._health.confirm(fetch)
-            if fetch.session is not None:
-                self._release_session(fetch)
+            self._ranged.release(fetch)
             if self._seconds:
                 self._seconds.landed(fetch)
-            self._fetches.setdefault(fetch.key, fetch)  # a second read took its place, and was not needed
+            self._table.add_back(fetch)  # a second read took its place, and was not needed
 
     def _may_retry(self, part: Part, status: PageStatus, descriptor: Descriptor | None) -> bool:
         fetch = part.fetch
@@ -347,7 +315,7 @@ class Reader:
         if status is PageStatus.REPLICA_CHANGED:
             if descriptor is None or descriptor.size != fetch.size:
                 return False
-            fetch.descriptor = descriptor
+            fetch.descriptors = (descriptor,)
             fetch.endpoint = descriptor.endpoint
         elif status is not PageStatus.CORRUPT and status.action is not Action.RETRY:
             return False
@@ -357,15 +325,14 @@ class Reader:
 
     def fail(self, parts: Sequence[Part], status: PageStatus) -> None:
         """The objects of these parts cannot be had: tell everybody who wants them, once."""
-        for fetch in {id(part.fetch): part.fetch for part in parts}.values():
+        for fetch in {id(part.fetch): part.fetch for part in leaves(parts)}.values():
             for part in fetch.parts:
                 if part.state is PartState.QUEUED:
                     part.state = PartState.FAILED
             if fetch.failed or self._seconds.stands_in(fetch, status):
                 continue
             fetch.status = status
-            if self._fetches.get(fetch.key) is fetch:
-                del self._fetches[fetch.key]
+            self._table.forget(fetch)
             self._health.refute(fetch)
             for listener in dict.fromkeys(fetch.listeners):
                 listener.fetch_failed(fetch)
@@ -380,33 +347,23 @@ class Reader:
         if fetch.in_flight:
             if fetch.segment.state is SegmentState.QUARANTINED:
                 return  # another of its parts has returned
-            self._forget(fetch)
+            self._table.forget(fetch)
             self._landing.quarantine(fetch.segment, fetch.endpoint)
             fetch.give_up_calls()
-        elif keep and fetch.landed and self._config.prefetch_ttl > 0 and self._fetches.get(fetch.key) is fetch:
-            fetch.keep_until = self._clock() + self._config.prefetch_ttl
-            self._kept[fetch.key] = fetch
+        elif keep and fetch.landed and self._config.prefetch_ttl > 0 and self._table.knows(fetch):
+            self._table.keep(fetch, self._clock() + self._config.prefetch_ttl)
             self._landing.serve_waiting()  # what is kept can be reclaimed: who waits for room may have it
         else:
             self._free(fetch)
 
     def _free(self, fetch: Fetch) -> None:
-        self._forget(fetch)
-        self._release_session(fetch)
+        self._table.forget(fetch)
+        self._ranged.release(fetch)
         for part in fetch.parts:  # a queued call skips what has failed
             if part.state is PartState.QUEUED:
                 part.state = PartState.FAILED
         fetch.parts.clear()  # no circle for the collector: parts know their fetch
         self._landing.release(fetch.segment)
-
-    def _forget(self, fetch: Fetch) -> None:
-        if self._fetches.get(fetch.key) is fetch:
-            del self._fetches[fetch.key]
-
-    def _release_session(self, fetch: Fetch) -> None:
-        if fetch.session is not None:
-            session, fetch.session = fetch.session, None
-            self._sessions.release([session])
 
     def _remove_corrupt(self, fetch: Fetch) -> None:
         """Two reads agree that the store holds bad bytes: make room for the recomputed page. Never in `page`."""

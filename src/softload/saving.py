@@ -332,7 +332,7 @@ class Saver:
             for item, status in zip(batch, statuses, strict=True):
                 item.status = status if item.status is None else item.status
                 if status is SaveStatus.SAVED:
-                    context.health.negative.discard(item.key)
+                    context.health.negative.discard((item.key,))
                     context.counters.bytes_saved += item.size
             returned.set()
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from softload.callbacks import callback_context
-from softload.fetches import Fetch, FetchListener, Part, PartState, ReadCall, Turn
+from softload.fetches import Fetch, FetchListener, Part, PartState, ReadCall, Turn, leaves
 from softload.health import Health
 from softload.landing import LandingMemory, Segment
 from softload.outcomes import PageStatus
@@ -33,21 +33,27 @@ class Reads(Protocol):
     def find(self, key: str) -> Fetch | None:
         """A fetch that may be joined."""
 
+    def piece(self, fetch: Fetch, first: int, end: int) -> Fetch:
+        """A fetch of some of the objects of a fetch."""
+
+    def split(self, fetch: Fetch) -> list[Fetch]:
+        """A fetch for each object in the stead of one."""
+
     def join(self, fetch: Fetch, listener: FetchListener) -> None:
         """Want a fetch."""
 
     def add(
         self,
-        key: str,
+        keys: Sequence[str],
         segment: Segment,
-        descriptor: Descriptor | None,
+        descriptors: Sequence[Descriptor | None],
         listener: FetchListener,
         *,
         size: int,
         tailed: bool,
         ranges: Sequence[tuple[range, Sequence[tuple[int, int]]]] = (),
     ) -> Fetch:
-        """A fetch for an object that is not here."""
+        """A fetch for objects that are not here."""
 
     def read(self, parts: Sequence[Part], turn: Turn) -> None:
         """Queue reads."""
@@ -139,10 +145,13 @@ class SecondReads:
             call.native.lend_lane()  # before its load's deadline: reads of other endpoints do not wait that long
         firsts = dict.fromkeys(
             part.fetch
-            for part in call.live
+            for part in leaves(call.live)
             if part.call is call and part.state is PartState.IN_FLIGHT and not part.fetch.has_second
         )
-        self._read_again([first for first in firsts if first.joiners], call)
+        joined = [first for first in firsts if first.joiners]
+        # Each of its objects may come, or fail, at another time than the others.
+        singly = (self._reads.split(first) if first.count > 1 else (first,) for first in joined)
+        self._read_again([first for pieces in singly for first in pieces], call)
 
     def _read_again(self, firsts: list[Fetch], call: ReadCall) -> None:
         landing, health = self._landing, self._health
@@ -154,6 +163,8 @@ class SecondReads:
             if other is None:
                 unread.append(first)
             elif other.size == first.size:
+                place = other.keys.index(first.key)
+                other = self._reads.piece(other, place, place + 1)
                 relay = _Relay(self, first, other)
                 self._reads.join(other, relay)
                 self._begin(relay)
@@ -164,9 +175,9 @@ class SecondReads:
         for first, segment in zip(unread, segments or (), strict=False):
             relay = _Relay(self, first, first)
             relay.second = self._reads.add(
-                first.key,
+                first.keys,
                 segment,
-                first.descriptor,
+                first.descriptors,
                 relay,
                 size=first.size,
                 tailed=first.tailed,
@@ -218,6 +229,9 @@ class _Relay:
     def fetch_failed(self, _: Fetch) -> None:
         """The second read failed too, or was refused."""
         self.owner._second_failed(self)
+
+    def fetch_split(self, old: Fetch, new: Sequence[Fetch]) -> None:
+        """Never: what it wants is one object."""
 
     def fetch_replaced(self, old: Fetch, new: Fetch) -> None:
         """Another load's read stood in for the second one, hung as well, and was replaced."""

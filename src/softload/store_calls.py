@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import reprlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final, TypeVar
 
 import structlog
@@ -120,7 +120,7 @@ class StoreCalls:
         self,
         method: Callable[..., Any],
         expected: Sequence[int | None],
-        judge: Callable[[object, int | None], T | PageStatus],
+        judge: Callable[[list[object], Sequence[int | None]], list[T | PageStatus]],
         *args: Any,
         **options: Any,
     ) -> list[T | PageStatus]:
@@ -143,11 +143,11 @@ class StoreCalls:
     def _judged(
         self,
         method: Callable[..., Any],
-        answers: Sequence[object],
+        answers: list[object],
         expected: Sequence[int | None],
-        judge: Callable[[object, int | None], T | PageStatus],
+        judge: Callable[[list[object], Sequence[int | None]], list[T | PageStatus]],
     ) -> list[T | PageStatus]:
-        judged = [judge(answer, wanted) for answer, wanted in zip(answers, expected, strict=True)]
+        judged = judge(answers, expected)
         for answer, wanted, status in zip(answers, expected, judged, strict=True):
             if status is PageStatus.MALFORMED and answer is not PageStatus.MALFORMED:
                 self._warn(method, expected="an answer" if wanted is None else wanted, got=_SHORT.repr(answer)[:80])
@@ -180,39 +180,52 @@ class StoreCalls:
 
 
 def _copied(values: Sequence[Any]) -> list[Any]:
-    return [list(value) if isinstance(value, (list, tuple)) else value for value in values]
+    if values and isinstance(values[0], (list, tuple)):
+        return [list(value) for value in values]
+    return list(values)
 
 
 def _name(method: Callable[..., Any]) -> str:
     return getattr(method, "__name__", str(method))
 
 
-def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 0
-
-
 def _failure(answer: object) -> PageStatus:
     return answer if isinstance(answer, PageStatus) and answer is not PageStatus.LOADED else PageStatus.MALFORMED
 
 
-def _known(answer: object, _: int | None) -> bool | PageStatus:
-    return answer if isinstance(answer, bool) else _failure(answer)
-
-
-def _described(answer: object, _: int | None) -> Descriptor | PageStatus:
-    if not isinstance(answer, Descriptor):
-        return _failure(answer)
-    # The endpoint is a key of tables, size and address are compared: none may be of a type with ideas of its own.
-    good = type(answer.endpoint) is str and _is_count(answer.size) and _is_count(answer.address)
-    return answer if good else PageStatus.MALFORMED
-
-
-def _moved(answer: object, expected: int | None) -> PageStatus:
+def _are_counts(values: Collection[object]) -> bool:
     # bool is an int to isinstance: True would pass for one byte.
-    if type(answer) is int and answer == expected:
-        return PageStatus.LOADED
-    return _failure(answer)
+    return set(map(type, values)) == {int} and min(values) >= 0  # type: ignore[type-var, operator]
 
 
-def _reserved(answer: object, expected: int | None) -> PutRefusal | PageStatus:
-    return answer if isinstance(answer, PutRefusal) else _moved(answer, expected)
+def _known(answers: list[object], _: Sequence[int | None]) -> list[bool | PageStatus]:
+    return [answer if isinstance(answer, bool) else _failure(answer) for answer in answers]
+
+
+def _described(answers: list[object], _: Sequence[int | None]) -> list[Descriptor | PageStatus]:
+    found = [answer for answer in answers if type(answer) is Descriptor]
+    if len(found) == len(answers) and _are_good(found):  # as a rule; one look at each would take longer than the call
+        return list(found)
+    return [
+        answer if isinstance(answer, Descriptor) and _are_good([answer]) else _failure(answer) for answer in answers
+    ]
+
+
+def _are_good(descriptors: Sequence[Descriptor]) -> bool:
+    # The endpoint is a key of tables, size and address are compared: none may be of a type with ideas of its own.
+    sizes, endpoints, addresses = zip(*descriptors, strict=True)
+    return set(map(type, endpoints)) == {str} and _are_counts(sizes) and _are_counts(addresses)
+
+
+def _moved(answers: list[object], expected: Sequence[int | None]) -> list[PageStatus]:
+    if set(map(type, answers)) == {int} and answers == list(expected):
+        return [PageStatus.LOADED] * len(answers)
+    return [
+        PageStatus.LOADED if type(answer) is int and answer == wanted else _failure(answer)
+        for answer, wanted in zip(answers, expected, strict=True)
+    ]
+
+
+def _reserved(answers: list[object], expected: Sequence[int | None]) -> list[PutRefusal | PageStatus]:
+    refused = [answer if isinstance(answer, PutRefusal) else None for answer in answers]
+    return [refusal or status for refusal, status in zip(refused, _moved(answers, expected), strict=True)]

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, groupby, islice
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby, islice
+from operator import attrgetter
 from typing import Protocol
 
 from softload.config import Layout
 from softload.context import Context
-from softload.fetches import Fetch, FetchListener, Part, Turn
+from softload.fetches import Fetch, FetchListener, Part, Turn, leaves
 from softload.geometry.layout import ranges_of
+from softload.grants import Grant
 from softload.landing import Segment, Share
 from softload.outcomes import PageStatus
-from softload.planning import Column
+from softload.planning import Column, alike
 from softload.protocols import Descriptor
 from softload.read_choice import parts_to_read
+from softload.unit_holdings import UnitHoldings
 from softload.unit_pages import UnitPages, Wanted
 
 __all__ = ["UnitFetches"]
@@ -23,6 +26,8 @@ __all__ = ["UnitFetches"]
 _PAGES_PER_TURN = 256
 """Pages that are planned in one turn of the event loop: about a millisecond."""
 
+
+_SIZE: Callable[[Descriptor | None], int] = attrgetter("size")
 
 _CHUNKS_AHEAD = 2
 """As many of these are planned before the unit is admitted."""
@@ -59,10 +64,9 @@ class UnitFetches:
         self._listener = listener
         self._share = share
         self._layer_seconds = layer_seconds
-        self._held: dict[Column, list[Fetch | None]] = {}
-        self._wants: dict[Fetch, list[Wanted]] = {}
+        self._held = UnitHoldings()
         self._replaced: list[Fetch] = []
-        self._spare: dict[str, Segment] = {}
+        self._spare = Grant()
         self._unplanned: deque[tuple[Column, int]] = deque()
         self._unqueued: list[Part] = []
         self._turn = Turn()
@@ -76,18 +80,22 @@ class UnitFetches:
         self.bytes_read = 0
 
     def __iter__(self) -> Iterator[Fetch]:
-        return iter(list(self._wants))
+        return iter(self._held)
 
     def of(self, fetch: Fetch) -> tuple[Wanted, ...]:
         """What the unit wants a fetch for."""
-        return tuple(self._wants.get(fetch, ()))
+        return self._held.of(fetch)
 
     def segments(self, column: Column, pages: range) -> list[Segment]:
-        """Where the objects' bytes are."""
-        held = self._held.get(column, ())
-        found = [fetch.segment for fetch in held[pages.start : pages.stop] if fetch is not None]
-        if len(found) != len(pages):
-            raise RuntimeError(f"pool {column.pool.name}: expected {len(pages)} fetches, got {len(found)}")
+        """Where the objects' bytes are, page after page."""
+        found: list[Segment] = []
+        for first, end, fetch in self._held.spans(column, pages):
+            if fetch is None:
+                raise RuntimeError(f"pool {column.pool.name}: expected a fetch for page {first}, got none")
+            start, stop = max(first, pages.start), min(end, pages.stop)
+            found.append(
+                fetch.segment if (start, stop) == (first, end) else fetch.segment.piece(start - first, stop - start)
+            )
         return found
 
     def landed(self, columns: Iterable[Column], layers: range | None = None) -> bool:
@@ -97,13 +105,7 @@ class UnitFetches:
         """
         self.leave_replaced()
         for column in columns:
-            pages = self._pages.pages_of(column)
-            held = self._held.get(column)
-            if held is None:
-                if pages:
-                    return False
-                continue
-            for fetch in held[pages.start : pages.stop]:
+            for _, _, fetch in self._held.spans(column, self._pages.pages_of(column)):
                 if fetch is None or not (fetch.landed if layers is None else fetch.landed_for(layers)):
                     return False
         return True
@@ -117,11 +119,11 @@ class UnitFetches:
         sizes = _runs(wanted)
         if self._context.reader.knows_any(wanted) or landing.sheds or landing.cost(sizes) > landing.limit(self._share):
             return
-        segments = landing.try_grant(sizes, self._share)
+        segments = landing.try_grant_runs(sizes, self._share)
         if segments is None:
             return
         self._context.planned.add(self, self._pages.page_keys())
-        self._spare = dict(zip(wanted, segments, strict=True))
+        self._spare = Grant(wanted, segments)
         self.descriptors.update(found)
         self._turn = turn
         self._ahead = tuple(islice(_chunks(columns), _CHUNKS_AHEAD))
@@ -158,15 +160,15 @@ class UnitFetches:
             self.prune()
             new = {}
         # Nothing to read waits for nobody: a miss is told at once, whoever queues for room.
-        segments = landing.try_grant(_runs(new), self._share) if new else []
+        segments = landing.try_grant_runs(_runs(new), self._share) if new else []
         if segments is None:
             # Who waits holds nothing, and what is here now need not be here when there is room: so room for all of it.
             self.let_go_all(keep=True)
             self._context.planned.add(self, self._pages.page_keys())
             new = wanted
-            segments = await landing.grant(_runs(new), self._share) or []
+            segments = await landing.grant_runs(_runs(new), self._share) or []
             self._join(wanted)
-        self._spare = dict(zip(new, segments, strict=True))
+        self._spare = Grant(new, segments)
 
     async def plan(self, turn: Turn) -> bool:
         """Join or start the next few fetches, in the order in which they are wanted. False where none are left.
@@ -215,13 +217,18 @@ class UnitFetches:
                     f"request {self._pages.request_id!r}, pool {column.pool.name}: expected the prefetched page keys "
                     f"or the first of them, got others"
                 )
-            for page, fetch in enumerate(source._held.get(match, ())[: len(column.keys)]):
+            for first, end, fetch in source._held.spans(match, range(len(column.keys))):
                 if fetch is not None:
-                    self._hold(Wanted(column, page), fetch)
+                    wanted = self._context.reader.piece(fetch, 0, min(end, len(column.keys)) - first)
+                    self._hold(Wanted(column, first), wanted)
+
+    def split(self, old: Fetch, new: Sequence[Fetch]) -> None:
+        """`old` goes on in pieces."""
+        self._held.split(old, new)
 
     def replace(self, old: Fetch, new: Fetch) -> None:
         """Hold `new`, which has landed, for all that `old` was held for. `old` is held until the running copy ends."""
-        for wanted in self._wants.pop(old, ()):
+        for wanted in self._held.take_all(old):
             self._hold(wanted, new)
             self._replaced.append(old)
 
@@ -232,11 +239,14 @@ class UnitFetches:
 
     def prune(self, *, timed_out: bool = False) -> None:
         """Let go of what the unit's good pages do not need any more."""
-        for column, held in self._held.items():
-            needed = self._pages.pages_of(column)
-            for page in chain(range(min(needed.start, len(held))), range(needed.stop, len(held))):
-                if held[page] is not None:
-                    self._let_go(Wanted(column, page), timed_out=timed_out)
+        for column in self._held.columns():
+            needed, count = self._pages.pages_of(column), len(column.keys)
+            for pages in (range(min(needed.start, count)), range(needed.stop, count)):
+                for first, end, fetch in self._held.spans(column, pages):
+                    if fetch is not None:
+                        start, stop = max(first, pages.start), min(end, pages.stop)
+                        self._context.reader.piece(fetch, start - first, stop - first)
+                        self._let_go(Wanted(column, start), timed_out=timed_out)
 
     def let_go(self, columns: Iterable[Column], *, keep: bool) -> None:
         """Let go of whole columns, which are copied."""
@@ -255,9 +265,9 @@ class UnitFetches:
         self._unplanned.clear()
         self._context.planned.discard(self)
         # This unit ends here; whoever has joined what it was about to read has not.
-        self._unqueued = [part for part in self._unqueued if part.fetch.joiners]
+        self._unqueued = [part for part in leaves(self._unqueued) if part.fetch.joiners]
         self._queue()
-        for column in list(self._held):
+        for column in self._held.columns():
             self._let_go_column(column, keep=keep)
         self.leave_replaced()
         self._release_spare()
@@ -268,9 +278,12 @@ class UnitFetches:
         descriptors = self.descriptors
         for column in self._pages.all_columns():
             pages, otherwise = self._pages.pages_of(column), column.spec.size
-            for key in column.keys[pages.start : pages.stop]:
-                found = descriptors.get(key)
-                sizes[key] = otherwise if found is None else found.size
+            keys = column.keys[pages.start : pages.stop]
+            found = list(map(descriptors.get, keys))
+            if None not in found:
+                sizes.update(zip(keys, map(_SIZE, found), strict=True))
+                continue
+            sizes.update(zip(keys, (otherwise if each is None else each.size for each in found), strict=True))
         return sizes
 
     def _join(self, keys: Collection[str]) -> set[str]:
@@ -278,38 +291,63 @@ class UnitFetches:
         joined: set[str] = set()
         if not self._context.reader.knows_any(keys):
             return joined
-        for wanted in self._pages.needed():
-            if self._get(wanted) is None and self._join_one(wanted):
-                joined.add(wanted.key)
+        for column in self._pages.all_columns():
+            pages = self._pages.pages_of(column)
+            page = pages.start
+            while page < pages.stop:
+                count = 0 if self._held.at(column, page) is not None else self._join_some(column, page, pages.stop)
+                joined.update(column.keys[page : page + count])
+                page += count or 1
         return joined
 
     def _assign(self, column: Column, first: int) -> list[Part]:
-        tailed = self._context.config.layout is Layout.GROUPED
-        reader, listener, spare, descriptors = self._context.reader, self._listener, self._spare, self.descriptors
-        is_ranged, otherwise = bool(self._parts), column.spec.size
-        held = self._of_column(column)
+        pages = _part_of(self._pages.pages_of(column), first)
+        keys = column.keys[pages.start : pages.stop]
+        # The common case, without a look at each: all of them are new, and lie side by side.
+        as_one = not (
+            self._parts
+            or not keys
+            or self._held.has_any(column, pages)
+            or self._context.reader.knows_any(keys)
+            or len(set(keys)) < len(keys)
+            or not self._spare.are_neighbours(keys)
+        )
         parts: list[Part] = []
-        for page in _part_of(self._pages.pages_of(column), first):
-            if held[page] is not None:
-                continue
-            key = column.keys[page]
-            wanted = Wanted(column, page)
-            if self._join_one(wanted):
-                continue
-            segment = spare.pop(key, None)
-            if segment is None:  # it was here before this unit waited for memory, and is no longer
-                self._pages.mark_bad(column, page, PageStatus.SHED)
-                self._is_marked = True
-                continue
-            found = descriptors.get(key)
-            size = otherwise if found is None else found.size
-            ranges = self._ranges(wanted, size) if is_ranged else ()
-            fetch = reader.add(key, segment, found, listener, size=size, tailed=tailed, ranges=ranges)
-            parts += fetch.parts
-            self.bytes_read += size
-            held[page] = fetch
-            self._wants[fetch] = [wanted]
+        page = pages.start
+        while page < pages.stop:
+            if not as_one and self._held.at(column, page) is not None:
+                page += 1
+            elif not as_one and (count := self._join_some(column, page, pages.stop)):
+                page += count
+            else:
+                page += self._start(column, page, pages.stop - page if as_one else 1, parts)
         return parts
+
+    def _start(self, column: Column, page: int, most: int, parts: list[Part]) -> int:
+        """Have objects read, `most` from this page on, as far as they are alike and their memory lies side by side."""
+        config = self._context.config
+        keys = column.keys[page : page + most]
+        descriptors = list(map(self.descriptors.get, keys))
+        size = column.spec.size if descriptors[0] is None else descriptors[0].size
+        most = min(alike(descriptors), config.read_batch_objects, max(1, config.read_batch_bytes // size))
+        segment = self._spare.take(keys[0], most)
+        if segment is None:  # it was here before this unit waited for memory, and is no longer
+            self._pages.mark_bad(column, page, PageStatus.SHED)
+            self._is_marked = True
+            return 1
+        fetch = self._context.reader.add(
+            keys[: segment.count],
+            segment,
+            descriptors[: segment.count],
+            self._listener,
+            size=size,
+            tailed=config.layout is Layout.GROUPED,
+            ranges=self._ranges(column, size) if self._parts else (),
+        )
+        parts += fetch.parts
+        self.bytes_read += size * fetch.count
+        self._held.put(column, page, fetch)
+        return fetch.count
 
     def _finish_planning(self) -> None:
         self._context.planned.discard(self)
@@ -321,63 +359,53 @@ class UnitFetches:
         parts, self._unqueued = self._unqueued, []
         self._context.reader.read(parts, self._turn)
 
-    def _join_one(self, wanted: Wanted) -> bool:
-        """Hold an object that is here or on its way, if it is."""
-        fetch = self._context.reader.find(wanted.key)
+    def _join_some(self, column: Column, page: int, stop: int) -> int:
+        """Hold what is here or on its way of the pages from this one on, as far as one fetch brings it; how many."""
+        reader = self._context.reader
+        fetch = reader.find(column.keys[page])
         if fetch is None:
-            return False
-        self._context.counters.shared_objects += 1
-        self._hold(wanted, fetch)
-        return True
+            return 0
+        first = fetch.keys.index(column.keys[page]) if fetch.count > 1 else 0
+        end = first + 1
+        while end < fetch.count and page + end - first < stop:
+            at = page + end - first
+            if column.keys[at] != fetch.keys[end] or self._held.at(column, at) is not None:
+                break
+            end += 1
+        self._context.counters.shared_objects += end - first
+        self._hold(Wanted(column, page), reader.piece(fetch, first, end))
+        return end - first
 
     def _release_spare(self) -> None:
         """Give back what was granted for objects that somebody else brought, or that nobody needs any more."""
-        spare, self._spare = self._spare, {}
-        self._context.landing.release_all(list(spare.values()))
-
-    def _of_column(self, column: Column) -> list[Fetch | None]:
-        held = self._held.get(column)
-        if held is None:
-            held = self._held[column] = [None] * len(column.keys)
-        return held
-
-    def _get(self, wanted: Wanted) -> Fetch | None:
-        held = self._held.get(wanted.column)
-        return None if held is None else held[wanted.page]
+        self._context.landing.release_all(self._spare.take_rest())
 
     def _hold(self, wanted: Wanted, fetch: Fetch) -> None:
-        if fetch.size != self._size(wanted):  # another object under the same key than the one that was admitted
-            self._adopt_size(wanted, fetch.size)
+        column, first = wanted
+        for page in range(first, first + fetch.count):
+            descriptor = self.descriptors.get(column.keys[page])
+            if fetch.size != (column.spec.size if descriptor is None else descriptor.size):
+                self._adopt_size(Wanted(column, page), fetch.size)  # another object under the key than was admitted
         self._context.reader.join(fetch, self._listener)
-        self._of_column(wanted.column)[wanted.page] = fetch
-        self._wants.setdefault(fetch, []).append(wanted)
+        self._held.put(column, first, fetch)
 
     def _let_go_column(self, column: Column, *, keep: bool) -> None:
-        held = self._held.get(column)
-        if held is None:
-            return
         alone: list[Fetch] = []
-        for page, fetch in enumerate(held):
+        for first, _, fetch in self._held.spans(column, range(len(column.keys))):
             if fetch is None:
                 continue
-            if len(self._wants[fetch]) > 1:
-                self._let_go(Wanted(column, page), keep=keep)
+            if not self._held.serves_once(fetch):
+                self._let_go(Wanted(column, first), keep=keep)
                 continue
-            held[page] = None
-            del self._wants[fetch]
+            self._held.take(column, first)
             alone.append(fetch)
+        self._held.drop(column)
         self._context.reader.leave_all(alone, self._listener, keep=keep)
 
     def _let_go(self, wanted: Wanted, *, timed_out: bool = False, keep: bool = False) -> None:
-        held = self._held[wanted.column]
-        fetch = held[wanted.page]
-        if fetch is None:  # leaving another made room for a queued read that was shed, and that pruned this one
-            return
-        held[wanted.page] = None
-        self._wants[fetch].remove(wanted)
-        if not self._wants[fetch]:
-            del self._wants[fetch]
-        self._context.reader.leave(fetch, self._listener, timed_out=timed_out, keep=keep)
+        fetch = self._held.take(*wanted)
+        if fetch is not None:  # leaving another made room for a queued read that was shed, and that pruned this one
+            self._context.reader.leave(fetch, self._listener, timed_out=timed_out, keep=keep)
 
     def _conclude(self) -> None:
         if self._is_marked:
@@ -392,13 +420,8 @@ class UnitFetches:
         elif self._pages.draft_rides and size < spec.size:
             self._pages.mark_without_draft(wanted.column, wanted.page)
 
-    def _size(self, wanted: Wanted) -> int:
-        descriptor = self.descriptors.get(wanted.key)
-        return descriptor.size if descriptor is not None else wanted.column.spec.size
-
-    def _ranges(self, wanted: Wanted, size: int) -> list[tuple[range, list[tuple[int, int]]]]:
-        spec = wanted.column.spec
-        parts = self._parts
+    def _ranges(self, column: Column, size: int) -> list[tuple[range, list[tuple[int, int]]]]:
+        spec, parts = column.spec, self._parts
         if spec.layers[-1] >= parts[-1].stop:  # a draft of its own may have more layers than the target
             parts = (*parts, range(parts[-1].stop, spec.layers[-1] + 1))
         found = []
@@ -426,4 +449,4 @@ def _part_of(pages: range, first: int) -> range:
 
 def _runs(sizes: dict[str, int]) -> list[tuple[int, int]]:
     """Neighbours of equal size as `(bytes, count)`."""
-    return [(size, sum(1 for _ in same)) for size, same in groupby(sizes.values())]
+    return [(size, len(list(same))) for size, same in groupby(sizes.values())]

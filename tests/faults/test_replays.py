@@ -69,12 +69,13 @@ def call(*words: str) -> list[str]:
     return [sys.executable, "-m", "softload", "replay", "--store", STORE, "--landing", "64MiB", *words]
 
 
+@pytest.mark.timeout(180)
 async def test_a_replay_that_is_killed_in_mid_load_leaves_no_process() -> None:
     children: set[int] = set()
     words = call("--requests", "60", "--fault", "kill-loader@read")
     async with await anyio.open_process(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as replaying:
         try:
-            with anyio.fail_after(60):
+            with anyio.fail_after(120):
                 while replaying.returncode is None:
                     children.update(children_of(replaying.pid))
                     await anyio.sleep(0.02)
@@ -87,6 +88,7 @@ async def test_a_replay_that_is_killed_in_mid_load_leaves_no_process() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(240)
 async def test_owner_and_master_are_cut_off_and_join_again(report: Callable[..., None]) -> None:
     reason = why_not()
     if reason is not None:

@@ -96,6 +96,14 @@ def test_an_open_session_reads_whatever_has_the_memory_of_an_object_that_was_rem
     store.session_end(KEYS)
 
 
+def test_the_masters_port_is_none_that_the_kernel_gives_to_others(store: EmbeddedMooncakeStore) -> None:
+    """A master that was killed has to start again on it."""
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    if first < 32_768:
+        pytest.skip(f"this machine gives out ports from {first} on")
+    assert int(store.cluster.address.rpartition(":")[2]) < first
+
+
 def test_memory_belongs_to_the_owners(store: EmbeddedMooncakeStore, buffer: Buffer) -> None:
     assert put(store, buffer, KEYS) == [0] * len(KEYS)
     assert len(by_endpoint(store, KEYS)) == 2

@@ -16,7 +16,7 @@ from softload.protocols import Descriptor, PutRefusal
 from softload.stores import MooncakeStore
 from softload.stores.master_contact import MasterContact
 from softload.stores.native_codes import NATIVE_CODES
-from softload.stores.probe import probe_master
+from softload.stores.probe import accepts, probe_master
 from softload.stores.process_exit import has_left
 
 
@@ -370,6 +370,24 @@ def test_nobody_at_the_masters_address() -> None:
         port = free.getsockname()[1]
     with pytest.raises(StoreSetupError, match=f"master at 127.0.0.1:{port} to answer"):
         probe_master(f"127.0.0.1:{port}")
+
+
+def test_a_connection_to_itself_is_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes about where the kernel picks the port that is called for the caller's own."""
+    own: list[socket.socket] = []
+
+    def connected_to_itself(*_: object) -> socket.socket:
+        caller = socket.socket()
+        caller.bind(("127.0.0.1", 0))
+        caller.connect(caller.getsockname())
+        own.append(caller)
+        return caller
+
+    monkeypatch.setattr("softload.stores.probe.socket.create_connection", connected_to_itself)
+    assert not accepts("127.0.0.1:50051")
+    with pytest.raises(StoreSetupError, match="nobody listens"):
+        probe_master("127.0.0.1:50051")
+    assert [caller.fileno() for caller in own] == [-1, -1], "closed"
 
 
 def test_a_master_that_accepts_and_is_silent() -> None:

@@ -7,6 +7,7 @@ all interfaces: Mooncake 0.3.13 has no option against that (`MC_TCP_BIND_ADDRESS
 from __future__ import annotations
 
 import importlib.util
+import random
 import socket
 import sys
 import time
@@ -25,6 +26,9 @@ INSTALL_HINT: Final = (
     "pip install exactly one of mooncake-transfer-engine-non-cuda (no accelerator), mooncake-transfer-engine (CUDA 12) "
     "and mooncake-transfer-engine-cuda13"
 )
+
+_PORTS: Final = range(20_000, 32_768)
+"""Linux gives out the ones from 32,768 on."""
 
 _START_DEADLINE: Final = 15.0
 _POLL: Final = 0.02
@@ -151,10 +155,22 @@ def _master_program() -> Path:
 
 
 def _free_ports() -> tuple[int, int]:
-    with socket.socket() as one, socket.socket() as other:
-        one.bind(("127.0.0.1", 0))
-        other.bind(("127.0.0.1", 0))
-        return one.getsockname()[1], other.getsockname()[1]
+    """Ports for a master, below those that the kernel gives out.
+
+    One of those would soon be somebody else's when the master is killed, and it has to start again on its own.
+    """
+    ports: list[int] = []
+    with ExitStack() as held:
+        for port in [*random.SystemRandom().sample(_PORTS, 64), 0, 0]:
+            listener = held.enter_context(socket.socket())
+            try:
+                listener.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            ports.append(listener.getsockname()[1])
+            if len(ports) == 2:
+                break
+    return ports[0], ports[1]
 
 
 def _await_owner(owner: Child) -> None:

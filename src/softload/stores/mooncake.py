@@ -19,7 +19,7 @@ from softload.stores.checks import check_lengths, check_positive
 from softload.stores.cluster import INSTALL_HINT
 from softload.stores.gate import CallGate
 from softload.stores.master_contact import MasterContact
-from softload.stores.native_codes import INVALID_PARAMS, NATIVE_CODES, descriptor, expect, translate
+from softload.stores.native_codes import INVALID_PARAMS, NATIVE_CODES, descriptor, descriptors, expect, translate
 from softload.stores.native_log import native_library, restore_log_level
 from softload.stores.probe import is_alive, probe_master
 from softload.stores.process_exit import has_left, leave_at_exit
@@ -178,6 +178,9 @@ class MooncakeStore:
             return [replicas] * len(keys)
         if not isinstance(replicas, dict):
             return [PageStatus.MALFORMED] * len(keys)
+        found = list(map(replicas.get, keys))
+        if None not in found:
+            return descriptors(found)
         return [descriptor(replicas[key]) if key in replicas else absent for key in keys]
 
     def read(self, keys: Sequence[str], pointers: Sequence[int], sizes: Sequence[int]) -> Sequence[Answer]:
@@ -190,6 +193,8 @@ class MooncakeStore:
             lambda native: native.batch_get_into(list(keys), list(pointers), list(sizes)),
             invalid=PageStatus.WRONG_SIZE,
         )
+        if answers == list(sizes):
+            return list(sizes)
         # A buffer that is too large is filled in part: the count is the object's size then.
         return [
             PageStatus.WRONG_SIZE if isinstance(answer, int) and 0 < answer < size else expect(answer, size)
@@ -336,6 +341,8 @@ class MooncakeStore:
             return [raw] * len(keys)
         if not isinstance(raw, list) or len(raw) != len(keys):
             return [PageStatus.MALFORMED] * len(keys)
+        if set(map(type, raw)) == {int} and min(raw) >= 0:
+            return raw
         answers = [translate(code, invalid) for code in raw]
         if PageStatus.STORE_UNREACHABLE in answers:
             self._contact.failed()

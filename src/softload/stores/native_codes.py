@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from operator import attrgetter, methodcaller
 from typing import Any, Final
 
 from softload.outcomes import PageStatus
 from softload.protocols import Answer, Descriptor, PutRefusal
 
-__all__ = ["INVALID_PARAMS", "NATIVE_CODES", "NATIVE_REFUSALS", "descriptor", "expect", "translate"]
+__all__ = ["INVALID_PARAMS", "NATIVE_CODES", "NATIVE_REFUSALS", "descriptor", "descriptors", "expect", "translate"]
 
 INVALID_PARAMS: Final = -600
 
@@ -60,12 +61,32 @@ def expect(answer: object, count: int) -> Answer:
 _COMPLETE: dict[object, bool] = {}
 """By the value of a native status: its name takes longer to ask for than all the rest of a descriptor."""
 
+_in_memory = methodcaller("is_memory_replica")
+_memory = methodcaller("get_memory_descriptor")
+_buffer = attrgetter("buffer_descriptor")
+_status_value = attrgetter("status.value")
+_fields = attrgetter("size", "transport_endpoint", "buffer_address")
 
-def _is_complete(status: Any) -> bool:
+
+def _is_complete(replica: Any) -> bool:
+    status = replica.status
     value = status.value
     if value not in _COMPLETE:
         _COMPLETE[value] = status.name == "COMPLETE"
     return _COMPLETE[value]
+
+
+def descriptors(answers: Sequence[Any]) -> list[Descriptor | PageStatus]:
+    """`descriptor` of many. Where each has one replica, in memory and complete, nothing is done in Python for each."""
+    try:
+        replicas = [replica for (replica,) in answers]
+        if all(map(_in_memory, replicas)):
+            # One of each status: by value, since native statuses are objects of their own.
+            if all(map(_is_complete, dict(zip(map(_status_value, replicas), replicas, strict=True)).values())):
+                return list(map(Descriptor._make, map(_fields, map(_buffer, map(_memory, replicas)))))
+    except Exception:  # an odd one among them, or one that has several: each on its own
+        pass
+    return [descriptor(each) for each in answers]
 
 
 def descriptor(replicas: Any) -> Descriptor | PageStatus:
@@ -74,7 +95,7 @@ def descriptor(replicas: Any) -> Descriptor | PageStatus:
         return PageStatus.MALFORMED
     try:
         for replica in replicas:
-            if replica.is_memory_replica() and _is_complete(replica.status):
+            if replica.is_memory_replica() and _is_complete(replica):
                 buffer = replica.get_memory_descriptor().buffer_descriptor
                 return Descriptor(int(buffer.size), str(buffer.transport_endpoint), int(buffer.buffer_address))
     except Exception:  # an odd object of the native library costs its own key, not all that were asked for with it

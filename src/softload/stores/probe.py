@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 
 from softload.errors import StoreSetupError
@@ -13,7 +14,7 @@ __all__ = ["accepts", "is_alive", "probe_master"]
 def accepts(address: str, timeout: float = 1.0) -> bool:
     """Whether something accepts connections at `address` (`host:port`); a frozen process does, too."""
     try:
-        socket.create_connection(_parts(address), timeout).close()
+        _connect(address, timeout).close()
     except (OSError, UnicodeError):  # a name that cannot be one
         return False
     return True
@@ -42,7 +43,7 @@ def probe_master(address: str, deadline: float = 3.0) -> str:
         StoreSetupError: nobody answered.
     """
     try:
-        with socket.create_connection(_parts(address), deadline) as connection:
+        with _connect(address, deadline) as connection:
             local_address = str(connection.getsockname()[0])
             with contextlib.suppress(ConnectionError):
                 connection.sendall(bytes(64))
@@ -53,6 +54,15 @@ def probe_master(address: str, deadline: float = 3.0) -> str:
             f"expected a Mooncake master at {address} to answer within {deadline} s, got {error!r}: start "
             "mooncake_master there, or correct the address"
         ) from error
+
+
+def _connect(address: str, timeout: float) -> socket.socket:
+    connection = socket.create_connection(_parts(address), timeout)
+    if connection.getsockname() == connection.getpeername():
+        # Nobody listens, and the kernel has given this end the very port that it calls: it talks to itself.
+        connection.close()
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens")
+    return connection
 
 
 def _parts(address: str) -> tuple[str, int]:

@@ -11,7 +11,8 @@ from typing import Any
 
 from softload.protocols import PageStore
 
-from .engines import Answer, Engine, Faults, HookedLinker, Prompt, prompts
+from .engines import Answer, Engine, Prompt, prompts
+from .hooked_linker import Faults, HookedLinker
 
 __all__ = ["LOAD_SECONDS", "LONG", "Beside", "beside", "computed", "faulty", "on_device", "queueing", "restored"]
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import random
 import threading
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import zmq
@@ -36,12 +35,9 @@ from sglang.srt.server_args import PortArgs, ServerArgs
 from sglang.srt.utils.network import get_zmq_socket
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from softload.adapters.sglang import SoftloadLinker
 from softload.adapters.sglang.plugin import register
-from softload.outcomes import PageStatus
-from softload.protocols import Answer as StoreAnswer
-from softload.protocols import Descriptor, PageStore
-from softload.stores import WrapperStore
+
+from .hooked_linker import HookedLinker
 
 VOCABULARY = 512
 PAGE = 64
@@ -50,75 +46,6 @@ Prompt = list[int]
 
 register()
 HookRegistry.apply_hooks()
-
-
-class Faults(WrapperStore):
-    """A store whose objects can be made to fail, by what their keys contain."""
-
-    def __init__(self, inner: PageStore) -> None:
-        super().__init__(inner)
-        self.gone: Callable[[str], bool] = lambda key: False
-        """Objects that cannot be read although they are there."""
-        self.torn: Callable[[str, int], bool] = lambda key, offset: False
-        """Ranges of objects that cannot be read, by key and first offset."""
-        self.removed: Callable[[str], bool] = lambda key: False
-        """Objects that are removed once they were said to be there."""
-        self.seconds = 0.0
-        """How long a read takes at least."""
-        self.damaged: Callable[[str], bool] = lambda key: False
-        """Objects whose bytes change between the store and here."""
-
-    def descriptors(self, keys: Sequence[str]) -> Sequence[Descriptor | PageStatus]:
-        answers = self.inner.descriptors(keys)
-        self.inner.remove([key for key in keys if self.removed(key)], force=True)
-        return answers
-
-    def read(self, keys: Sequence[str], pointers: Sequence[int], sizes: Sequence[int]) -> Sequence[StoreAnswer]:
-        if self.seconds:
-            time.sleep(self.seconds)
-        answers = list(self.inner.read(keys, pointers, sizes))
-        for index, key in enumerate(keys):
-            if self.gone(key):
-                answers[index] = PageStatus.NOT_FOUND
-            if self.damaged(key):
-                ctypes.memset(pointers[index], 0x40, sizes[index] - 32)  # all but the tail: numbers near 3
-        return answers
-
-    def read_ranges(
-        self,
-        keys: Sequence[str],
-        pointers: Sequence[Sequence[int]],
-        sizes: Sequence[Sequence[int]],
-        offsets: Sequence[Sequence[int]],
-    ) -> Sequence[StoreAnswer]:
-        answers = self.inner.read_ranges(keys, pointers, sizes, offsets)
-        return [
-            PageStatus.NOT_FOUND if self.torn(key, starts[0]) else answer
-            for key, starts, answer in zip(keys, offsets, answers, strict=True)
-        ]
-
-
-class HookedLinker(SoftloadLinker):
-    """The linker with a store that tests can reach into. Keeps what it was made with, so that others can be."""
-
-    wrap: ClassVar[Callable[[PageStore], PageStore]] = lambda store: store
-    made: ClassVar[tuple[tuple[Any, ...], dict[str, Any]]]
-    looked_up: ClassVar[dict[str, tuple[str, ...]]] = {}
-    """The page hashes of each request."""
-    lookups: ClassVar[Counter[str]] = Counter()
-    """How often each request was looked up."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        type(self).made = args, kwargs
-        super().__init__(*args, **kwargs)
-
-    def make_store(self) -> PageStore:
-        return HookedLinker.wrap(super().make_store())
-
-    def lookup(self, rid: str, transfers: list[Any]) -> list[int]:
-        HookedLinker.looked_up[rid] = self._units.wanted(transfers).keys
-        HookedLinker.lookups[rid] += 1
-        return super().lookup(rid, transfers)
 
 
 @dataclass(slots=True, eq=False)

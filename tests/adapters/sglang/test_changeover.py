@@ -15,7 +15,7 @@ from softload.stores import open_store
 from softload.stores.cluster import MooncakeCluster
 
 from .engines import PAGE, prompts, tiny_llama
-from .test_serve import ask, flush, server
+from .test_serve import ask, flush, launched
 from .their_linker import config_of
 
 pytestmark = [pytest.mark.mooncake, pytest.mark.slow]
@@ -59,10 +59,13 @@ def test_what_one_server_has_saved_the_other_restores(tmp_path: Path) -> None:
         store.open()
         try:
             with (
-                server(model, linkers["theirs"], tmp_path / "theirs.log") as (theirs, _),
-                server(model, linkers["ours"], tmp_path / "ours.log") as (ours, _),
+                launched(model, linkers["theirs"], tmp_path / "theirs.log") as theirs,
+                launched(model, linkers["ours"], tmp_path / "ours.log") as ours,
             ):
-                for source, target, seed in ((theirs, ours, 71), (ours, theirs, 72)):
+                theirs.wait_up()
+                ours.wait_up()
+                pairs = (theirs.address, ours.address, 71), (ours.address, theirs.address, 72)
+                for source, target, seed in pairs:
                     asked = prompts(700, 300, 450, seed=seed)
                     cold = [ask(source, prompt) for prompt in asked]
                     for prompt in asked:

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from .engines import PAGE, Engine, HookedLinker, engine, prompts, tiny_llama
+from .engines import PAGE, Engine, engine, prompts, tiny_llama
+from .hooked_linker import HookedLinker
 
 PATIENCE = {"deadline": "20s", "lookup_deadline": "10s"}
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from .beside import LONG, PATIENCE, faulty, restored
-from .engines import Answer, Engine, Faults, HookedLinker, Prompt, engine, prompts, tiny_llama
+from .engines import Answer, Engine, Prompt, engine, prompts, tiny_llama
+from .hooked_linker import Faults, HookedLinker
 
 
 @pytest.fixture(scope="module")

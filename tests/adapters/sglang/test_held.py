@@ -11,7 +11,8 @@ from softload.protocols import PageStore
 from softload.telemetry import Statistics
 from softload.testing import HangingStore
 
-from .engines import Answer, Engine, HookedLinker, Prompt, engine, prompts, tiny_llama
+from .engines import Answer, Engine, Prompt, engine, prompts, tiny_llama
+from .hooked_linker import HookedLinker
 
 ADMISSIONS = {"hold": "read", "stream": "exists"}
 """With the call for which a request is held."""

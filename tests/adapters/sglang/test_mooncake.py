@@ -10,7 +10,8 @@ import pytest
 from softload.protocols import PageStore
 from softload.stores.embedded import EmbeddedMooncakeStore
 
-from .engines import Answer, Engine, HookedLinker, Prompt, engine, prompts, tiny_llama
+from .engines import Answer, Engine, Prompt, engine, prompts, tiny_llama
+from .hooked_linker import HookedLinker
 
 pytestmark = pytest.mark.mooncake
 

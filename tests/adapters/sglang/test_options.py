@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import importlib
+import json
 import pkgutil
 import re
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +16,15 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.mem_cache.unified_cache.linker_config import UnifiedCacheLinkerConfig
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinkerWrapper
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang.srt.server_args import ServerArgs
 
 from softload import Layout
-from softload.adapters.sglang import Admission, LinkerOptions, hooking
+from softload.adapters.sglang import Admission, LinkerOptions, SoftloadLinker, hooking
+from softload.adapters.sglang.engine import _unsupported as unsupported
 from softload.adapters.sglang.engine import check_engine
 from softload.adapters.sglang.plugin import register
 
@@ -163,6 +170,42 @@ def test_an_engine_that_was_not_tried_needs_sync_by_name(monkeypatch: pytest.Mon
         tree_of(KINDS["mha"], {"admission": "hold"}),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    ("getter", "answer", "said"),
+    [
+        ("get_parallel", SimpleNamespace(attn_dp_size=2), "attention data parallelism (attn_dp_size 2)"),
+        (
+            "get_disagg",
+            SimpleNamespace(disaggregation_mode="decode"),
+            "prefill-decode disaggregation (disaggregation_mode decode)",
+        ),
+        (
+            "get_exec",
+            SimpleNamespace(dllm=SimpleNamespace(dllm_algorithm="LowConfidence")),
+            "diffusion language models (dllm_algorithm LowConfidence)",
+        ),
+    ],
+)
+def test_what_was_not_tried_is_named(getter: str, answer: object, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert unsupported() == []
+    monkeypatch.setattr(f"softload.adapters.sglang.engine.{getter}", lambda: answer)
+    assert unsupported() == [said]
+
+
+def test_the_documented_launch_line_is_one() -> None:
+    """SGLang's own parser takes it, finds our class by it, and the class takes its settings."""
+    page = (Path(__file__).resolve().parents[3] / "docs" / "sglang.md").read_text()
+    line = page.split("$ python -m sglang.launch_server ", 1)[1].split("```", 1)[0].replace("\\\n", " ")
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    got = parser.parse_args(shlex.split(line))
+    assert got.enable_unified_cache_external_linker and got.unified_cache_external_linker_backend == "dynamic"
+    config = got.unified_cache_external_linker_config
+    config = UnifiedCacheLinkerConfig.from_dict(json.loads(config) if isinstance(config, str) else config)
+    assert getattr(importlib.import_module(config.linker_module_path), config.linker) is SoftloadLinker
+    assert LinkerOptions.parse(config.linker_extra_config).store.startswith("mooncake://")
 
 
 def test_stages_of_a_pipeline_are_refused() -> None:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from softload.protocols import PageStore
 from softload.testing import HangingStore
 
-from .engines import Engine, HookedLinker, engine, prompts, tiny_llama
+from .engines import Engine, engine, prompts, tiny_llama
+from .hooked_linker import HookedLinker
 
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    settings: dict[str, Any] = {"enable_priority_scheduling": True, "max_running_requests": 1}
-    with engine(tiny_llama(tmp_path_factory.mktemp("model"), layers=4), **settings) as one:
+    model = tiny_llama(tmp_path_factory.mktemp("model"), layers=4)
+    with engine(model, enable_priority_scheduling=True, max_running_requests=1) as one:
         yield one
 
 

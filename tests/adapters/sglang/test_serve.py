@@ -15,6 +15,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,25 @@ HERE = Path(__file__).resolve().parent
 FAULTS = "evict=0.02,remove=0.02,late=0.05,slow=0.1:0.1,hang=8:3,corrupt=0.02"
 
 
+@dataclass(frozen=True, slots=True)
+class Server:
+    """One that was launched, on a loopback port."""
+
+    process: subprocess.Popen[bytes]
+    address: str
+    log: Path
+
+    def wait_up(self) -> None:
+        until = time.monotonic() + 150
+        while not is_up(self.address):
+            assert self.process.poll() is None, self.log.read_text()[-4000:]
+            assert time.monotonic() < until, self.log.read_text()[-4000:]
+            time.sleep(0.2)
+
+
 @contextmanager
-def server(model: Path, linker: dict[str, Any] | None, log: Path) -> Iterator[tuple[str, int]]:
-    """A server on a loopback port; its address and pid."""
+def launched(model: Path, linker: dict[str, Any] | None, log: Path) -> Iterator[Server]:
+    """A server that is coming up."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -49,16 +66,18 @@ def server(model: Path, linker: dict[str, Any] | None, log: Path) -> Iterator[tu
             command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
     try:
-        address = f"http://127.0.0.1:{port}"
-        until = time.monotonic() + 150
-        while not is_up(address):
-            assert process.poll() is None, log.read_text()[-4000:]
-            assert time.monotonic() < until, log.read_text()[-4000:]
-            time.sleep(0.2)
-        yield address, process.pid
+        yield Server(process, f"http://127.0.0.1:{port}", log)
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+@contextmanager
+def server(model: Path, linker: dict[str, Any] | None, log: Path) -> Iterator[tuple[str, int]]:
+    """A server that is up: its address and pid."""
+    with launched(model, linker, log) as one:
+        one.wait_up()
+        yield one.address, one.process.pid
 
 
 def is_up(address: str) -> bool:
@@ -121,24 +140,22 @@ def run(address: str, asked: list[list[int]], seconds: float) -> list[tuple[int,
     return answers
 
 
-# One byte of an object is flipped now and then: only a digest of all bytes finds that.
-LINKER: dict[str, Any] = {
-    "linker": "FaultyLinker",
-    "linker_module_path": "tests.adapters.sglang.faulty_linker",
-    "linker_extra_config": {
-        "store": "memory://?capacity=1GiB",
-        "integrity": "full",
-        "deadline": "1s",
-        "prefetch_ttl": 1,
-    },
-}
+def faulty_linker(capacity: str) -> dict[str, Any]:
+    """Our linker, over a store of so many bytes in the server's process."""
+    # One byte of an object is flipped now and then: only a digest of all bytes finds that.
+    options = {"integrity": "full", "deadline": "1s", "prefetch_ttl": 1, "store": f"memory://?capacity={capacity}"}
+    return {
+        "linker": "FaultyLinker",
+        "linker_module_path": "tests.adapters.sglang.faulty_linker",
+        "linker_extra_config": options,
+    }
 
 
 @pytest.mark.timeout(300)
 def test_a_launched_server_restores_what_it_forgot(tmp_path: Path) -> None:
     """The plugin has come by its entry point: otherwise the admission would be `sync`."""
     asked = prompts(*[200 + 60 * index for index in range(6)], seed=43)
-    with server(tiny_llama(tmp_path / "model", layers=4), LINKER, tmp_path / "log") as (address, _):
+    with server(tiny_llama(tmp_path / "model", layers=4), faulty_linker("1GiB"), tmp_path / "log") as (address, _):
         cold = [ask(address, prompt) for prompt in asked]
         flush(address)
         again = [ask(address, prompt) for prompt in asked]
@@ -148,18 +165,16 @@ def test_a_launched_server_restores_what_it_forgot(tmp_path: Path) -> None:
     assert sum(cached for _, _, cached in again)
 
 
-# Full well before the middle of the run below: what is kept in a store of this process is memory of it, too.
-SMALL_STORE = LINKER | {"linker_extra_config": LINKER["linker_extra_config"] | {"store": "memory://?capacity=48MiB"}}
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_three_minutes_of_faults(tmp_path: Path) -> None:
     """No error status, every token that of a server without a linker, and memory as flat as there."""
     model = tiny_llama(tmp_path / "model", layers=4)
     asked = workload(300)
+    # Full well before the middle: what a store in the server's process keeps is memory of it, too.
+    small = faulty_linker("48MiB")
     answers, grown = {}, {}
-    for name, linker, seconds in (("plain", None, 0.0), ("linked", SMALL_STORE, 180.0)):
+    for name, linker, seconds in (("plain", None, 0.0), ("linked", small, 180.0)):
         with server(model, linker, tmp_path / f"{name}.log") as (address, pid):
             answers[name] = run(address, asked[:150], seconds / 2)
             flush(address)  # nothing is under way while memory is looked at

@@ -7,7 +7,7 @@ from typing import Any
 
 import structlog
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
-from sglang.srt.runtime_context import get_disagg, get_model, get_parallel
+from sglang.srt.runtime_context import get_disagg, get_exec, get_model, get_parallel
 
 from softload import events
 from softload.adapters.sglang import hooking
@@ -53,6 +53,8 @@ def _unsupported() -> list[str]:
         found.append(f"attention data parallelism (attn_dp_size {parallel.attn_dp_size})")
     if get_disagg().disaggregation_mode != "null":
         found.append(f"prefill-decode disaggregation (disaggregation_mode {get_disagg().disaggregation_mode})")
+    if get_exec().dllm.dllm_algorithm is not None:
+        found.append(f"diffusion language models (dllm_algorithm {get_exec().dllm.dllm_algorithm})")
     return found
 
 
