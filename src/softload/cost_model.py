@@ -29,7 +29,7 @@ _PRIOR = 0.2
 _LEAST_WEIGHT = 1e-3
 """Of all samples of a kind: with less, they are forgotten."""
 
-_EXPECTED_ITEM = {False: 5e-6, True: 15e-6}
+_EXPECTED_ITEM = {False: 5e-6, True: 30e-6}
 """Seconds for an object of a whole read, and for a range."""
 
 _EXPECTED_BYTE = 1 / 2e9
