@@ -29,10 +29,14 @@ _PRIOR = 0.2
 _LEAST_WEIGHT = 1e-3
 """Of all samples of a kind: with less, they are forgotten."""
 
-_EXPECTED_ITEM = {False: 5e-6, True: 15e-6}
+_EXPECTED_ITEM = {False: 5e-6, True: 30e-6}
 """Seconds for an object of a whole read, and for a range."""
 
 _EXPECTED_BYTE = 1 / 2e9
+
+_HOPE = 1.5
+"""A kind of read without samples should have this many times the rate that the endpoint has shown: else the first kind
+that was chosen would be the only one ever tried."""
 
 _MARGIN = 0.9
 """Ranges must promise less than this share of the wait: whole reads need no session, and take their own leases."""
@@ -136,7 +140,7 @@ class CostModel:
         known = self._endpoints.get(endpoint)
         if known is None:
             return Costs(_EXPECTED_ITEM[ranged], _EXPECTED_BYTE)
-        expected = Costs(_EXPECTED_ITEM[ranged], 1 / known.rate if known.rate else _EXPECTED_BYTE)
+        expected = Costs(_EXPECTED_ITEM[ranged], 1 / (_HOPE * known.rate) if known.rate else _EXPECTED_BYTE)
         return known.fits[ranged].faded(self._clock()).solve(expected)
 
 
