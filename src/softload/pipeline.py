@@ -320,7 +320,8 @@ class UnitRun:
                 nbytes += sum(copy.nbytes for copy in more)
                 copies += more
                 layers = range(layers.start, left.popleft().stop)
-            if not await self._copies.copy(copies, layers.start):
+            # What was read ahead is copied before anything else was planned: the endpoints would have nothing to do.
+            if not await self._copies.copy(copies, layers.start, partial(self._fetches.plan, self._turn)):
                 self._give_up(PageStatus.CANCELLED)
             self._layers_passed = layers.stop
             self._on_layers(self.request_id, layers.stop)

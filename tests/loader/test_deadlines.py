@@ -38,7 +38,7 @@ async def test_a_page_that_hangs_costs_the_pages_from_it_on(mode: dict[str, str]
     method = "read_ranges" if mode.get("read_mode") == "ranges" else "read"
     pools = make_pools()
     hanging = HangingStore(store())
-    async with opened(hanging, pools, **mode, read_batch_objects=1, read_lanes=16) as loader:
+    async with opened(hanging, pools, **mode, read_batch_objects=1, read_lanes=16, endpoint_lanes=16) as loader:
         await put(loader, pools, keys(4))
         hanging.hold(method, any_of(f"k{page}"))
         started = anyio.current_time()

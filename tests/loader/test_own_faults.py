@@ -49,7 +49,7 @@ def failing_copies(when: Callable[[int], bool]) -> Callable[[Sequence[Copy]], No
 @pytest.mark.parametrize("first", [0, 1, 3])
 async def test_a_failed_copy_costs_its_unit(monkeypatch: pytest.MonkeyPatch, first: int) -> None:
     pools = make_pools()
-    async with opened(store(), pools) as loader:
+    async with opened(store(), pools, copy_chunk_bytes=4 * 4 * 24) as loader:  # a copy of each layer
         await put(loader, pools, keys(4))
         monkeypatch.setattr(unit_copies, "execute", failing_copies(lambda number: number == first))
         with capture_logs() as logs:

@@ -41,7 +41,7 @@ _KINDS = OptionKinds(
         "prefetch_ttl",
         "start_timeout",
     ),
-    counts=("truncate_pages", "read_lanes", "write_lanes", "stuck_threads", "max_holds"),
+    counts=("truncate_pages", "read_lanes", "endpoint_lanes", "write_lanes", "stuck_threads", "max_holds"),
     flags=("save", "require_store"),
     optional=("admission",),
 )
@@ -69,6 +69,7 @@ class LinkerOptions:
         prefetch_ttl: how long landed bytes that nobody took may serve other requests.
         landing_bytes: landing memory of each rank.
         read_lanes: reads of the store at a time.
+        endpoint_lanes: reads of one owner at a time, late ones not counted.
         write_lanes: writes to the store at a time.
         stuck_threads: calls of a kind that may hang before work is shed; a quarter of the cores, 2 to 16, by default:
             Mooncake's reads spin as long as their owner is frozen, and must leave the engine its cores.
@@ -97,6 +98,7 @@ class LinkerOptions:
     prefetch_ttl: float = 10.0
     landing_bytes: int = 1 << 30
     read_lanes: int = 4
+    endpoint_lanes: int = 1
     write_lanes: int = 2
     stuck_threads: int = field(default_factory=lambda: max(2, min(16, len(os.sched_getaffinity(0)) // 4)))
     max_holds: int = 64
@@ -146,6 +148,7 @@ class LinkerOptions:
             save_deadline=self.save_deadline,
             landing_bytes=self.landing_bytes,
             read_lanes=self.read_lanes,
+            endpoint_lanes=self.endpoint_lanes,
             write_lanes=self.write_lanes,
             stuck_threads=self.stuck_threads,
             hold_limit=self.hold_limit,

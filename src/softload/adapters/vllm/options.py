@@ -32,7 +32,7 @@ _KINDS = OptionKinds(
     choices={"mode": LoadMode, "layout": Layout, "integrity": Integrity, "draft_policy": DraftPolicy},
     sizes=("landing_bytes",),
     durations=("deadline", "lookup_deadline", "save_deadline", "hold_limit", "prefetch_ttl", "start_timeout"),
-    counts=("truncate_pages", "read_lanes", "write_lanes", "stuck_threads"),
+    counts=("truncate_pages", "read_lanes", "endpoint_lanes", "write_lanes", "stuck_threads"),
     flags=("save", "require_store", "allow_fail_policy"),
     optional=("stuck_threads",),
 )
@@ -57,6 +57,7 @@ class ConnectorOptions:
         prefetch_ttl: how long landed bytes that nobody took may serve other requests.
         landing_bytes: landing memory of each worker.
         read_lanes: reads of the store at a time.
+        endpoint_lanes: reads of one owner at a time, late ones not counted.
         write_lanes: writes to the store at a time.
         stuck_threads: calls of a kind that may hang before work is shed. By default, all workers of a machine together
             get a quarter of its cores, and each 2 to 16: Mooncake's reads spin as long as their owner is frozen, and
@@ -84,6 +85,7 @@ class ConnectorOptions:
     prefetch_ttl: float = 10.0
     landing_bytes: int = 1 << 30
     read_lanes: int = 4
+    endpoint_lanes: int = 1
     write_lanes: int = 2
     stuck_threads: int | None = None
     save: bool = True
@@ -124,6 +126,7 @@ class ConnectorOptions:
             save_deadline=self.save_deadline,
             landing_bytes=self.landing_bytes,
             read_lanes=self.read_lanes,
+            endpoint_lanes=self.endpoint_lanes,
             write_lanes=self.write_lanes,
             stuck_threads=stuck_threads,
             hold_limit=self.hold_limit,
