@@ -24,7 +24,6 @@ __all__ = ["UnitFetches"]
 
 _CHUNKS_AHEAD = 2
 """Chunks of it are planned before the unit is admitted."""
-
 _WORTH_PAGES = 64
 _WORTH_BYTES = 1 << 20
 """Less of a column is planned, and read, together with the next: a call of its own takes longer than its bytes."""
@@ -373,13 +372,11 @@ class UnitFetches:
     def _let_go_column(self, column: Column, *, keep: bool) -> None:
         alone: list[Fetch] = []
         for first, _, fetch in self._held.spans(column, range(len(column.keys))):
-            if fetch is None:
-                continue
-            if not self._held.serves_once(fetch):
+            if fetch is not None and self._held.serves_once(fetch):
+                self._held.take(column, first)
+                alone.append(fetch)
+            elif fetch is not None:
                 self._let_go(Wanted(column, first), keep=keep)
-                continue
-            self._held.take(column, first)
-            alone.append(fetch)
         self._held.drop(column)
         self._context.reader.leave_all(alone, self._listener, keep=keep)
 
