@@ -32,7 +32,7 @@ LOADS = (
 )
 """Name, admission, and whether the load fails."""
 
-MANY = 8
+MANY = 4
 MANY_TOKENS = 4000
 MANY_SECONDS = 1.0
 

@@ -1,4 +1,4 @@
-"""Fixtures for tests that need a real Mooncake."""
+"""Fixtures for tests that need a real Mooncake, and what every test leaves as it was."""
 
 from __future__ import annotations
 
@@ -6,8 +6,16 @@ import importlib.util
 from collections.abc import Iterator
 
 import pytest
+import structlog
 
 from softload.stores import EmbeddedMooncakeStore
+
+
+@pytest.fixture(autouse=True)
+def log_settings() -> Iterator[None]:
+    """The command line sets the log up for its whole process, which here is that of all tests."""
+    yield
+    structlog.reset_defaults()
 
 
 @pytest.fixture(scope="session")

@@ -46,7 +46,7 @@ def test_extras_never_combine_two_builds_of_mooncake() -> None:
 
 def test_command_is_installed() -> None:
     (command,) = metadata.entry_points(group="console_scripts", name="softload")
-    assert command.value == "softload.cli:app"
+    assert command.value == "softload.__main__:main"
     assert command.load() is not None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import accumulate, count
+from itertools import accumulate, chain, count
 
 from softload.landing import Segment
 
@@ -32,8 +32,8 @@ class Grant(Collection[str]):
         return sum(segment.count for segment in self._segments)
 
     def __iter__(self) -> Iterator[str]:
-        for start, segment in zip(self._starts, self._segments, strict=True):
-            yield from self._keys[start : start + segment.count]
+        left = zip(self._starts, self._segments, strict=True)
+        return chain.from_iterable(self._keys[start : start + segment.count] for start, segment in left)
 
     def __contains__(self, key: object) -> bool:
         return isinstance(key, str) and self._find(key) is not None

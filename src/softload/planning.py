@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TypeVar
 
 import numpy as np
@@ -23,15 +24,21 @@ __all__ = [
     "UnitParts",
     "alike",
     "boundaries",
+    "chunks_of",
     "check_distinct",
     "columns",
     "cut",
     "needed_pages",
+    "pages_of_chunk",
     "read_batches",
+    "sizes_in_runs",
     "unit_parts",
 ]
 
 T = TypeVar("T")
+
+_PAGES_PER_CHUNK = 256
+"""Pages that are planned at a time at most: in a millisecond, where each of them is special."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -156,6 +163,23 @@ def cut(limit: int, components: Sequence[ComponentPages]) -> int:
 def needed_pages(pages: int, hit_policy: HitPolicy, window: int) -> range:
     """The pages of a component that a prefix of `pages` pages needs."""
     return range(pages) if hit_policy is HitPolicy.ALL_PAGES else range(max(0, pages - window), pages)
+
+
+def chunks_of(columns: Iterable[Column]) -> Iterator[tuple[Column, int]]:
+    """What is planned at a time: a column, and the first of its pages."""
+    for column in columns:
+        for first in range(0, len(column.keys), _PAGES_PER_CHUNK):
+            yield column, first
+
+
+def pages_of_chunk(pages: range, first: int) -> range:
+    """Those of the needed pages that are in the chunk which begins with page `first`."""
+    return range(max(pages.start, first), min(pages.stop, first + _PAGES_PER_CHUNK))
+
+
+def sizes_in_runs(sizes: Mapping[str, int]) -> list[tuple[int, int]]:
+    """Neighbours of equal size as `(bytes, count)`."""
+    return [(size, len(list(same))) for size, same in groupby(sizes.values())]
 
 
 def alike(descriptors: Sequence[Descriptor | None]) -> int:

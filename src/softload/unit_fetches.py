@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby, islice
-from operator import attrgetter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Protocol
 
 from softload.config import Layout
 from softload.context import Context
 from softload.fetches import Fetch, FetchListener, Part, Turn, leaves
-from softload.geometry.layout import ranges_of
+from softload.geometry.layout import ranges_by_part
 from softload.grants import Grant
 from softload.landing import Segment, Share
 from softload.outcomes import PageStatus
-from softload.planning import Column, alike
+from softload.planning import Column, alike, chunks_of, pages_of_chunk, sizes_in_runs
 from softload.protocols import Descriptor
 from softload.read_choice import parts_to_read
 from softload.unit_holdings import UnitHoldings
@@ -23,15 +22,8 @@ from softload.unit_pages import UnitPages, Wanted
 
 __all__ = ["UnitFetches"]
 
-_PAGES_PER_TURN = 256
-"""Pages that are planned in one turn of the event loop: about a millisecond."""
-
-
-_SIZE: Callable[[Descriptor | None], int] = attrgetter("size")
-
 _CHUNKS_AHEAD = 2
-"""As many of these are planned before the unit is admitted."""
-
+"""Chunks of it are planned before the unit is admitted."""
 
 _WORTH_PAGES = 64
 _WORTH_BYTES = 1 << 20
@@ -88,15 +80,7 @@ class UnitFetches:
 
     def segments(self, column: Column, pages: range) -> list[Segment]:
         """Where the objects' bytes are, page after page."""
-        found: list[Segment] = []
-        for first, end, fetch in self._held.spans(column, pages):
-            if fetch is None:
-                raise RuntimeError(f"pool {column.pool.name}: expected a fetch for page {first}, got none")
-            start, stop = max(first, pages.start), min(end, pages.stop)
-            found.append(
-                fetch.segment if (start, stop) == (first, end) else fetch.segment.piece(start - first, stop - start)
-            )
-        return found
+        return self._held.segments(column, pages)
 
     def landed(self, columns: Iterable[Column], layers: range | None = None) -> bool:
         """Whether the bytes that the unit's good pages need, for `layers` or for all, are here and checked.
@@ -116,7 +100,7 @@ class UnitFetches:
         Only where nothing of it is here or on its way, so that there is nothing to join.
         """
         landing, wanted = self._context.landing, self._sizes()
-        sizes = _runs(wanted)
+        sizes = sizes_in_runs(wanted)
         if self._context.reader.knows_any(wanted) or landing.sheds or landing.cost(sizes) > landing.limit(self._share):
             return
         segments = landing.try_grant_runs(sizes, self._share)
@@ -126,7 +110,7 @@ class UnitFetches:
         self._spare = Grant(wanted, segments)
         self.descriptors.update(found)
         self._turn = turn
-        self._ahead = tuple(islice(_chunks(columns), _CHUNKS_AHEAD))
+        self._ahead = tuple(islice(chunks_of(columns), _CHUNKS_AHEAD))
         for column, first in self._ahead:
             self._unqueued += self._assign(column, first)
         self._queue()
@@ -143,12 +127,12 @@ class UnitFetches:
         self._conclude()
         waits = None if self._share is Share.PREFETCH else self._layer_seconds
         self._parts = parts_to_read(self._context, self._pages, self.descriptors, self._spare, waits)
-        self._unplanned.extend(chunk for chunk in _chunks(self._pages.all_columns()) if chunk not in self._ahead)
+        self._unplanned.extend(chunk for chunk in chunks_of(self._pages.all_columns()) if chunk not in self._ahead)
 
     async def _be_granted(self) -> None:
         landing = self._context.landing
         wanted = self._sizes()
-        while landing.cost(_runs(wanted)) > landing.limit(self._share):
+        while landing.cost(sizes_in_runs(wanted)) > landing.limit(self._share):
             pages = self._pages.pages
             self._pages.limit(pages - max(1, pages // 8), PageStatus.SHED)
             wanted = self._sizes()
@@ -160,13 +144,13 @@ class UnitFetches:
             self.prune()
             new = {}
         # Nothing to read waits for nobody: a miss is told at once, whoever queues for room.
-        segments = landing.try_grant_runs(_runs(new), self._share) if new else []
+        segments = landing.try_grant_runs(sizes_in_runs(new), self._share) if new else []
         if segments is None:
             # Who waits holds nothing, and what is here now need not be here when there is room: so room for all of it.
             self.let_go_all(keep=True)
             self._context.planned.add(self, self._pages.page_keys())
             new = wanted
-            segments = await landing.grant_runs(_runs(new), self._share) or []
+            segments = await landing.grant_runs(sizes_in_runs(new), self._share) or []
             self._join(wanted)
         self._spare = Grant(new, segments)
 
@@ -185,7 +169,7 @@ class UnitFetches:
         while self._unplanned and pages < _WORTH_PAGES and nbytes < _WORTH_BYTES:
             column, first = self._unplanned.popleft()
             self._unqueued += self._assign(column, first)
-            planned = len(_part_of(self._pages.pages_of(column), first))
+            planned = len(pages_of_chunk(self._pages.pages_of(column), first))
             pages += planned
             nbytes += planned * column.spec.size
             if self._unplanned and self._unplanned[0][0].spec.draft is not column.spec.draft:
@@ -200,7 +184,7 @@ class UnitFetches:
     def unplanned(self) -> Iterator[Wanted]:
         """What is wanted, and has neither been joined nor started yet."""
         for column, first in self._unplanned:
-            for page in _part_of(self._pages.pages_of(column), first):
+            for page in pages_of_chunk(self._pages.pages_of(column), first):
                 yield Wanted(column, page)
 
     def take_over(self, source: UnitFetches) -> None:
@@ -279,11 +263,8 @@ class UnitFetches:
         for column in self._pages.all_columns():
             pages, otherwise = self._pages.pages_of(column), column.spec.size
             keys = column.keys[pages.start : pages.stop]
-            found = list(map(descriptors.get, keys))
-            if None not in found:
-                sizes.update(zip(keys, map(_SIZE, found), strict=True))
-                continue
-            sizes.update(zip(keys, (otherwise if each is None else each.size for each in found), strict=True))
+            found = map(descriptors.get, keys)
+            sizes.update(zip(keys, [otherwise if each is None else each.size for each in found], strict=True))
         return sizes
 
     def _join(self, keys: Collection[str]) -> set[str]:
@@ -301,7 +282,7 @@ class UnitFetches:
         return joined
 
     def _assign(self, column: Column, first: int) -> list[Part]:
-        pages = _part_of(self._pages.pages_of(column), first)
+        pages = pages_of_chunk(self._pages.pages_of(column), first)
         keys = column.keys[pages.start : pages.stop]
         # The common case, without a look at each: all of them are new, and lie side by side.
         as_one = not (
@@ -342,7 +323,7 @@ class UnitFetches:
             self._listener,
             size=size,
             tailed=config.layout is Layout.GROUPED,
-            ranges=self._ranges(column, size) if self._parts else (),
+            ranges=ranges_by_part(column.spec, self._parts, size),
         )
         parts += fetch.parts
         self.bytes_read += size * fetch.count
@@ -419,34 +400,3 @@ class UnitFetches:
             self._pages.mark_bad(wanted.column, wanted.page, PageStatus.WRONG_SIZE)
         elif self._pages.draft_rides and size < spec.size:
             self._pages.mark_without_draft(wanted.column, wanted.page)
-
-    def _ranges(self, column: Column, size: int) -> list[tuple[range, list[tuple[int, int]]]]:
-        spec, parts = column.spec, self._parts
-        if spec.layers[-1] >= parts[-1].stop:  # a draft of its own may have more layers than the target
-            parts = (*parts, range(parts[-1].stop, spec.layers[-1] + 1))
-        found = []
-        for layers in parts:
-            # A range past the end of an object without the packed draft would fail the whole key.
-            pairs = [
-                (offset, min(nbytes, size - offset)) for offset, nbytes in ranges_of(spec, layers) if offset < size
-            ]
-            if pairs:
-                found.append((layers, pairs))
-        return found
-
-
-def _chunks(columns: Iterable[Column]) -> Iterator[tuple[Column, int]]:
-    """What is planned in one turn each: a column, and the first of its pages."""
-    for column in columns:
-        for first in range(0, len(column.keys), _PAGES_PER_TURN):
-            yield column, first
-
-
-def _part_of(pages: range, first: int) -> range:
-    """The needed pages among those that one turn plans."""
-    return range(max(pages.start, first), min(pages.stop, first + _PAGES_PER_TURN))
-
-
-def _runs(sizes: dict[str, int]) -> list[tuple[int, int]]:
-    """Neighbours of equal size as `(bytes, count)`."""
-    return [(size, len(list(same))) for size, same in groupby(sizes.values())]

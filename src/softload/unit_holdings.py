@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from softload.fetches import Fetch
 from softload.planning import Column
+from softload.segments import Segment
 from softload.unit_pages import Wanted
 
 __all__ = ["UnitHoldings"]
@@ -55,6 +56,21 @@ class UnitHoldings:
             first = page if fetch is None or fetch.count == 1 else self._first(column, page, fetch)
             page = first + (1 if fetch is None else fetch.count)
             yield first, page, fetch
+
+    def segments(self, column: Column, pages: range) -> list[Segment]:
+        """Where these pages' bytes are, one after another.
+
+        Raises:
+            RuntimeError: nothing serves one of them.
+        """
+        found: list[Segment] = []
+        for first, end, fetch in self.spans(column, pages):
+            if fetch is None:
+                raise RuntimeError(f"pool {column.pool.name}: expected a fetch for page {first}, got none")
+            start, stop = max(first, pages.start), min(end, pages.stop)
+            is_whole = (start, stop) == (first, end)
+            found.append(fetch.segment if is_whole else fetch.segment.piece(start - first, stop - start))
+        return found
 
     def put(self, column: Column, page: int, fetch: Fetch) -> None:
         """A fetch serves the pages from this one on."""

@@ -9,7 +9,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from softload import PageStatus, UnitOutcome, unit_fetches
+from softload import PageStatus, UnitOutcome, planning
 from softload.testing import HangingStore, RecordingStore
 
 from .doubles import LyingStore
@@ -143,7 +143,7 @@ async def test_who_joined_a_unit_that_ends_before_its_reads_are_queued_is_served
     mode: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A long unit is planned in many turns of the loop: others may join its first pages, and it may end there."""
-    monkeypatch.setattr(unit_fetches, "_PAGES_PER_TURN", 1)
+    monkeypatch.setattr(planning, "_PAGES_PER_CHUNK", 1)
     pools = make_pools(pages=400)
     recording = RecordingStore(store())
     async with opened(recording, pools, **mode) as loader:

@@ -40,6 +40,9 @@ def test_every_object_gets_its_own_place_once(runs: list[int], takes: list[tuple
             assert segment.piece(index, 1).pointer == places[key]
             taken.add(key)
         held.append(segment)
+        assert list(grant) == [key for key in places if key not in taken]
+        assert len(grant) == len(places) - len(taken)
+        assert all((key in grant) is (key not in taken) for key in places)
     rest = grant.take_rest()
     assert sum(segment.count for segment in (*held, *rest)) == len(places)
     assert memory.statistics().in_use == used

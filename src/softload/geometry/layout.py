@@ -10,7 +10,7 @@ from softload.config import Layout
 from softload.geometry.device_pool import DevicePool
 from softload.transfer import PoolName
 
-__all__ = ["TAIL_BYTES", "Fragment", "ObjectSpec", "layer_groups", "object_specs", "ranges_of"]
+__all__ = ["TAIL_BYTES", "Fragment", "ObjectSpec", "layer_groups", "object_specs", "ranges_by_part", "ranges_of"]
 
 TAIL_BYTES = 32
 """Bytes of the tail that ends every object of `Layout.GROUPED`: format, length and digests."""
@@ -108,6 +108,19 @@ def ranges_of(spec: ObjectSpec, layers: range) -> list[tuple[int, int]]:
         else:
             ranges.append((fragment.offset, fragment.nbytes))
     return ranges
+
+
+def ranges_by_part(spec: ObjectSpec, parts: Sequence[range], size: int) -> list[tuple[range, list[tuple[int, int]]]]:
+    """Byte ranges of an object of `size` bytes for each part that has some, by the transfer layers that it reads."""
+    if parts and spec.layers[-1] >= parts[-1].stop:  # a draft of its own may have more layers than the target
+        parts = (*parts, range(parts[-1].stop, spec.layers[-1] + 1))
+    found = []
+    for layers in parts:
+        # A range past the end of an object without the packed draft would fail the whole key.
+        pairs = [(offset, min(nbytes, size - offset)) for offset, nbytes in ranges_of(spec, layers) if offset < size]
+        if pairs:
+            found.append((layers, pairs))
+    return found
 
 
 def _grouped_specs(pool: DevicePool, num_layers: int) -> list[ObjectSpec]:

@@ -22,7 +22,7 @@ LONG = 1900
 """Tokens of the request that loads; all but 44 of them are restored."""
 
 LOAD_SECONDS = 0.2
-"""What its load takes at least: three reads, one for each group of layers, one after another."""
+"""What its load takes if each group of layers is a read of its own; they come one after another."""
 
 _READS = 3
 

@@ -270,13 +270,17 @@ class Engine:
         return int(allocator.available_size()) + int(tree.evictable_size())
 
     def relink(self, **options: Any) -> HookedLinker:
-        """Another linker in place of the present one, wired as SGLang does it."""
+        """Another linker in place of the present one."""
+        linker: HookedLinker = self.relink_to(HookedLinker, {"store": "memory://", **options})
+        return linker
+
+    def relink_to(self, kind: type[Any], config: dict[str, Any]) -> Any:
+        """A linker of a class in place of the present one, wired as SGLang does it."""
         self.flush()
         cache, scheduler = self.scheduler.tree_cache, self.scheduler
         self.linker.close()
         args, kwargs = HookedLinker.made
-        config = {"store": "memory://", **options}
-        linker = HookedLinker(*args, **{**kwargs, "extra_config": config})
+        linker = kind(*args, **{**kwargs, "extra_config": config})
         cache.linker.cache_linker = linker
         counter = linker.layer_done_counter
         scheduler.token_to_kv_pool_allocator.get_kvcache().register_layer_transfer_counter(counter)

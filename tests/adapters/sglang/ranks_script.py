@@ -123,7 +123,7 @@ def fail(stage: str, tree: Any, faults: Faults, hanging: HangingStore, hashes: l
         case "reading":
             faults.gone = (f"{hashes[1]}/kv.g1",)
         case "placing":
-            tree.linker._holds.place = lambda hold, placement: placement.ended(False)
+            tree.linker._holds.place = lambda placements: [placement.ended(False) for _, placement in placements]
 
 
 def remove(store: WrapperStore, part: str) -> None:

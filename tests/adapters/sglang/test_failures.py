@@ -140,8 +140,9 @@ def test_a_decoding_request_goes_on_while_another_loads(running: Engine, fails: 
         assert bool(run.loading.cached_tokens) is not fails
         gaps[admission] = run.gap
         if admission == "hold":
-            assert run.steps >= 10
             # When it came, and once its bytes were here: not in every step of the others.
             assert HookedLinker.lookups[running.rid_of(run.loading)] == 2
+            if not fails:  # which is over before the last bytes have come
+                assert run.steps >= 10
     if not fails:
         assert gaps["hold"] < gaps["stream"]

@@ -1,4 +1,4 @@
-"""SGLang 0.5.23's own Mooncake linker for pools that a CPU has a model for; named by module path in a launch line."""
+"""SGLang 0.5.23's own Mooncake linker for plain MHA, which it refuses; named by module path in a launch line."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from sglang.srt.mem_cache.storage.mooncake_store import mooncake_direct_linker a
 class TheirLinker(direct.MooncakeDirectLinker):  # type: ignore[misc]
     """`MooncakeDirectLinker`: its constructor, threads, lookups, loads and saves.
 
-    Its assembler refuses plain MHA, so that no model that runs on a CPU has a pool for it: ours is described by the
-    assembler's own function for the MHA part of a hybrid.
+    Its assembler refuses plain MHA, which the tests' model has: that pool is described by the assembler's own function
+    for the MHA part of a hybrid.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
