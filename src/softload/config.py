@@ -76,7 +76,7 @@ class LoaderConfig:
         save_deadline: a save that is not done by then is given up.
         landing_bytes: landing memory in all.
         read_lanes: reads of the store at a time; late ones do not count for other endpoints, within `stuck_threads`.
-        endpoint_lanes: reads of one endpoint at a time, late ones not counted, within `read_lanes`; the first of a unit,
+        endpoint_lanes: reads of one endpoint at a time, late ones not counted, within `read_lanes`; a unit's first one,
             which brings its first layers, runs alone. More are faster where an owner has links or processors to spare.
         write_lanes: writes to the store at a time.
         control_lanes: lookups, admissions and other small calls at a time.
