@@ -22,9 +22,7 @@ LONG = 1900
 """Tokens of the request that loads; all but 44 of them are restored."""
 
 LOAD_SECONDS = 0.2
-"""What its load takes if each group of layers is a read of its own; they come one after another."""
-
-_READS = 3
+"""What its load takes, in however many reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +70,7 @@ def restored(running: Engine, prompt: Prompt, *, fails: bool = False, **options:
     running.flush()
 
     def slow_down() -> None:
-        faults.seconds = LOAD_SECONDS / _READS
+        faults.lasts = LOAD_SECONDS
         faults.gone = lambda key: fails and ".g0" in key
 
     return beside(running, prompt, slow_down), cold

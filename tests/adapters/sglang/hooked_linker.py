@@ -27,6 +27,9 @@ class Faults(WrapperStore):
         """Objects that are removed once they were said to be there."""
         self.seconds = 0.0
         """How long a read takes at least."""
+        self.lasts = 0.0
+        """How long after the first read since this was set any read ends at the earliest: what a whole load takes."""
+        self._first_read: float | None = None
         self.damaged: Callable[[str], bool] = lambda key: False
         """Objects whose bytes change between the store and here."""
 
@@ -36,8 +39,9 @@ class Faults(WrapperStore):
         return answers
 
     def read(self, keys: Sequence[str], pointers: Sequence[int], sizes: Sequence[int]) -> Sequence[Answer]:
-        if self.seconds:
-            time.sleep(self.seconds)
+        if self._first_read is None or not self.lasts:
+            self._first_read = time.monotonic()
+        time.sleep(max(self.seconds, self._first_read + self.lasts - time.monotonic(), 0.0))
         answers = list(self.inner.read(keys, pointers, sizes))
         for index, key in enumerate(keys):
             if self.gone(key):

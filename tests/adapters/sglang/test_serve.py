@@ -192,4 +192,5 @@ def test_three_minutes_of_faults(tmp_path: Path) -> None:
     assert [tokens for _, tokens, _ in answers["linked"]] == [tokens for _, tokens, _ in answers["plain"]]
     assert restored > 10_000
     assert grown["linked"] - grown["plain"] < 16 << 20
-    assert "Traceback" not in log.split("linker.started", 1)[1], log[-3000:]
+    # SGLang logs a traceback of its own where it asks itself for something before it listens.
+    assert "/softload/" not in log and ".raised" not in log, log[-3000:]
