@@ -35,6 +35,9 @@ Endpoints = dict[str, PageStatus | Permit]
 _ASKED_APART = 128
 """Objects of an admission from which on those of the first layers are asked for apart: a millisecond of waiting."""
 
+_SLICE = 512
+"""Objects in one question: making their descriptors holds the interpreter for about a millisecond."""
+
 _FIRST_PAGES = 32
 """Pages in the first call of a lookup; each further call doubles it. Looking leases, so it stops at the first miss."""
 
@@ -102,10 +105,9 @@ async def ask_descriptors(
                 ask.append(key)
     if ask:
         count = sum(len(column.keys) for column in columns[:ahead])
-        if count and len(ask) == len(answers) >= _ASKED_APART:
-            found = await _ask_in_two(context, ask, count, until, on_ahead)
-        else:
-            found = await context.ask_master(lambda: context.calls.descriptors(ask), len(ask), until)
+        if len(ask) < len(answers) or len(ask) < _ASKED_APART:  # some are special, or it is not worth it
+            count = 0
+        found = await _ask_in_slices(context, ask, count, until, on_ahead)
         answers.update(zip(ask, found, strict=True))
         refuted = zip(ask, found, strict=True) if PageStatus in set(map(type, found)) else ()
         for key, answer in refuted:
@@ -115,17 +117,20 @@ async def ask_descriptors(
     return answers
 
 
-async def _ask_in_two(
+async def _ask_in_slices(
     context: Context, keys: list[str], count: int, until: float, on_first: Callable[[Answers], object]
 ) -> list[Descriptor | PageStatus]:
     """Ask for the first `count` of the keys, tell, and go on with the others: one call after the other on one lane."""
     loop = asyncio.get_running_loop()
 
     def ask() -> list[Descriptor | PageStatus]:
-        found = context.calls.descriptors(keys[:count])
-        told = dict(zip(keys, found, strict=False))
-        tell_loop(loop, on_first, told)
-        return found + context.calls.descriptors(keys[count:])
+        found: list[Descriptor | PageStatus] = []
+        if count:
+            found += context.calls.descriptors(keys[:count])
+            tell_loop(loop, on_first, dict(zip(keys, found, strict=False)))
+        for start in range(count, len(keys), _SLICE):
+            found += context.calls.descriptors(keys[start : start + _SLICE])
+        return found
 
     return await context.ask_master(ask, len(keys), until)
 

@@ -2,7 +2,7 @@
 
 A kind is what calls share besides lanes: an endpoint. Calls to one endpoint share its link and its processors: more
 at a time are not faster together, and each takes longer, the first one too. So what runs of a kind at a time is bounded
-for itself. What is late does not count: it may never come back, and those behind it still might.
+for itself, and what is urgent runs alone. What is late does not count: it may never come back, and others still might.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ class Waiting(Protocol):
 
     priority: float
     kind: str
+    alone: bool
 
 
 C = TypeVar("C", bound=Waiting)
@@ -28,12 +29,13 @@ C = TypeVar("C", bound=Waiting)
 class _Kind(Generic[C]):
     """One kind's calls: those that wait, and what runs."""
 
-    __slots__ = ("aside", "heap", "running")
+    __slots__ = ("alone", "aside", "heap", "running")
 
     def __init__(self) -> None:
         self.heap: list[tuple[float, int, C]] = []
         self.running = 0
         self.aside: set[C] = set()
+        self.alone: C | None = None
 
 
 class CallQueue(Generic[C]):
@@ -77,17 +79,25 @@ class CallQueue(Generic[C]):
 
     def started(self, call: C) -> None:
         """A call runs."""
-        self._kinds.setdefault(call.kind, _Kind()).running += 1
+        kind = self._kinds.setdefault(call.kind, _Kind())
+        kind.running += 1
+        if call.alone:
+            kind.alone = call
 
     def step_aside(self, call: C) -> None:
         """A running call takes long, or does nothing any more that its kind shares: it keeps no other waiting."""
-        self._kinds[call.kind].aside.add(call)
+        kind = self._kinds[call.kind]
+        kind.aside.add(call)
+        if kind.alone is call:
+            kind.alone = None
 
     def left(self, call: C) -> None:
         """A running call is back, or nobody waits for it any more."""
         kind = self._kinds[call.kind]
         kind.running -= 1
         kind.aside.discard(call)
+        if kind.alone is call:
+            kind.alone = None
         self._forget(call.kind)
 
     def drain(self) -> Iterator[C]:
@@ -102,7 +112,10 @@ class CallQueue(Generic[C]):
             yield call
 
     def _has_room(self, kind: _Kind[C]) -> bool:
-        return kind.running < self._width and kind.running - len(kind.aside) < self._at_a_time
+        running = kind.running - len(kind.aside)
+        if kind.running >= self._width or kind.alone is not None:
+            return False
+        return running == 0 if kind.heap[0][2].alone else running < self._at_a_time
 
     def _forget(self, name: str) -> None:
         """Endpoints come and go for as long as the loader lives."""

@@ -76,8 +76,8 @@ class LoaderConfig:
         save_deadline: a save that is not done by then is given up.
         landing_bytes: landing memory in all.
         read_lanes: reads of the store at a time; late ones do not count for other endpoints, within `stuck_threads`.
-        endpoint_lanes: reads of one endpoint at a time; late ones do not count, within `read_lanes`. More than one is
-            faster where an owner has links or processors to spare.
+        endpoint_lanes: reads of one endpoint at a time, late ones not counted, within `read_lanes`; a unit's first one,
+            which brings its first layers, runs alone. More are faster where an owner has links or processors to spare.
         write_lanes: writes to the store at a time.
         control_lanes: lookups, admissions and other small calls at a time.
         stuck_threads: threads that may be stuck in native calls, per kind of lane, before work is shed.
@@ -108,7 +108,7 @@ class LoaderConfig:
     save_deadline: float = 30.0
     landing_bytes: int = 256 * MIB
     read_lanes: int = 4
-    endpoint_lanes: int = 1
+    endpoint_lanes: int = 2
     write_lanes: int = 2
     control_lanes: int = 4
     stuck_threads: int = 16

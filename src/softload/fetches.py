@@ -245,10 +245,12 @@ class Turn:
         suspects: endpoints that have let the unit down already; second reads and tries share them with the first.
     """
 
-    __slots__ = ("suspects", "tag")
+    __slots__ = ("is_first", "suspects", "tag")
 
     def __init__(self, suspects: set[str] | None = None) -> None:
         self.tag = 0.0
+        self.is_first = suspects is None
+        """Whether its next call is the unit's first: that brings the first layers."""
         self.suspects: set[str] = set() if suspects is None else suspects
         """Endpoints that have let this unit down: however many of its calls time out, that is one outcome."""
 

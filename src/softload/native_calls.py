@@ -76,6 +76,7 @@ class NativeCall(Generic[T]):
         "_prepare",
         "_run",
         "abandoned",
+        "alone",
         "ended_at",
         "error",
         "finished",
@@ -96,12 +97,14 @@ class NativeCall(Generic[T]):
         prepare: Callable[[], bool] = lambda: True,
         priority: float = 0.0,
         kind: str = "",
+        alone: bool = False,
     ) -> None:
         self._run = run
         self._on_return = on_return
         self._prepare = prepare
         self.priority = priority
         self.kind = kind
+        self.alone = alone  # of its kind
         self.group: CallGroup | None = None
         self.label = ""
         """What it does, for traces."""

@@ -210,6 +210,8 @@ class Reader:
             max_objects=self._config.read_batch_objects,
             count=lambda part: part.fetch.count,
         )
+        alone = {endpoint for endpoint, _ in batches} if turn.is_first else set()
+        turn.is_first = turn.is_first and not batches
         for endpoint, items in batches:
             call = ReadCall(endpoint, items, turn, ranged=ranged)
             turn.tag = max(turn.tag, self._turn) + 1.0
@@ -219,7 +221,9 @@ class Reader:
                 prepare=lambda call=call: self._prepare(call),  # type: ignore[misc]
                 priority=turn.tag,
                 kind=endpoint,
+                alone=endpoint in alone,
             )
+            alone.discard(endpoint)
             native.label = call.label
             call.native = native
             try:

@@ -246,6 +246,40 @@ async def test_a_call_that_steps_aside_keeps_its_lane_and_lets_the_next_of_its_k
     group.close()
 
 
+@asynchronous
+async def test_an_urgent_call_runs_alone_of_its_kind() -> None:
+    group = CallGroup("alone", width=4, max_stuck=0, at_a_time=2)
+    with held(5) as functions:
+        urgent = (1, 3)
+        calls = [
+            NativeCall(function, lambda _: None, kind="here", alone=index in urgent)
+            for index, function in enumerate(functions)
+        ]
+        other = NativeCall(lambda: "there", lambda _: None, kind="there", alone=True)
+        for call in [*calls, other]:
+            group.submit(call)
+        await _returned(other)
+
+        def started() -> list[int]:
+            return [index for index, call in enumerate(calls) if call.started_at is not None]
+
+        assert started() == [0], "the urgent one waits for it, and those behind for the urgent one"
+        functions[0].let_go()
+        await _returned(calls[0])
+        assert started() == [0, 1], "alone"
+        calls[1].step_aside()
+        await asyncio.sleep(0.01)
+        assert started() == [0, 1, 2], "until it steps aside"
+        functions[2].let_go()
+        await _returned(calls[2])
+        assert started() == [0, 1, 2, 3]
+        functions[3].let_go()
+        await _returned(calls[3])
+        assert started() == [0, 1, 2, 3, 4]
+    await _all_returned(group)
+    group.close()
+
+
 async def _returned(call: NativeCall[str]) -> None:
     with anyio.fail_after(10):
         while not call.finished:  # noqa: ASYNC110

@@ -98,7 +98,7 @@ class LinkerOptions:
     prefetch_ttl: float = 10.0
     landing_bytes: int = 1 << 30
     read_lanes: int = 4
-    endpoint_lanes: int = 1
+    endpoint_lanes: int = 2
     write_lanes: int = 2
     stuck_threads: int = field(default_factory=lambda: max(2, min(16, len(os.sched_getaffinity(0)) // 4)))
     max_holds: int = 64

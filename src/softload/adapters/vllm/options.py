@@ -85,7 +85,7 @@ class ConnectorOptions:
     prefetch_ttl: float = 10.0
     landing_bytes: int = 1 << 30
     read_lanes: int = 4
-    endpoint_lanes: int = 1
+    endpoint_lanes: int = 2
     write_lanes: int = 2
     stuck_threads: int | None = None
     save: bool = True
