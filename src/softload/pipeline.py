@@ -18,7 +18,7 @@ from softload.admission import Answers, Endpoints, first_columns, readable, reva
 from softload.context import Context
 from softload.fetches import Fetch, Turn
 from softload.landing import Share
-from softload.outcomes import LateFailure, PageStatus, UnitOutcome
+from softload.outcomes import PageStatus, UnitOutcome
 from softload.planning import Column
 from softload.slots import SlotClaim
 from softload.transfer import TransferUnit
@@ -26,6 +26,7 @@ from softload.unit_copies import UnitCopies
 from softload.unit_fetches import UnitFetches
 from softload.unit_layers import UnitLayers
 from softload.unit_pages import UnitPages
+from softload.unit_progress import UnitProgress
 
 __all__ = ["Mode", "UnitRun"]
 
@@ -72,15 +73,16 @@ class UnitRun:
         self._context = context
         self._mode = mode
         self._turn = turn
-        self._on_layers = on_layers
         self.unit = unit
         self.request_id = unit.request_id
         self.wants = UnitPages(context, unit)
+        self.progress = UnitProgress(context, unit.request_id, on_layers)
         share = Share.PREFETCH if mode is Mode.PREFETCH else Share.STREAMING
         self._fetches = UnitFetches(context, self.wants, self, share, layer_seconds)
         self._copies = UnitCopies(context, self.wants, self._fetches, unit.ready)
-        self._layers = UnitLayers(context, self.wants, self._fetches, self._copies, self, turn, keep=mode is Mode.PLACE)
-        self.admitted_pages = 0
+        self._layers = UnitLayers(
+            context, self.wants, self._fetches, self._copies, self.progress, self, turn, keep=mode is Mode.PLACE
+        )
         self.landed_pages = 0
         """PREFETCH and PLACE: pages that had landed in time; the others are counted as misses already."""
         self.deadline = math.inf
@@ -89,13 +91,9 @@ class UnitRun:
         self._reason = PageStatus.TIMED_OUT
         self.is_cancelled = False
         self._reserved = False
-        self.layers_given = 0
-        self.late: LateFailure | None = None
-        self.failure: PageStatus | None = None
         self.outcome: UnitOutcome | None = None
         self.decided = anyio.Event()
         self.go = anyio.Event()
-        self.admitted = anyio.Event()
         self.landed = anyio.Event()
         self.draft_ready = anyio.Event()
         self.finished = anyio.Event()
@@ -214,7 +212,7 @@ class UnitRun:
         self.landed_pages = source.landed_pages
         self.decided.set()
         self.go.set()
-        self._be_admitted()
+        self.progress.admit(self.pages)
 
     # -- the run
 
@@ -231,7 +229,7 @@ class UnitRun:
             self._reason = PageStatus.CANCELLED
             if not self._layers.restored:
                 self.wants.limit(0, PageStatus.CANCELLED)
-                if self.admitted_pages:
+                if self.progress.admitted_pages:
                     self._fail_after_admission()
         finally:
             self._finish()
@@ -277,10 +275,6 @@ class UnitRun:
         self.wants.limit(0, status)
         self._recut(timed_out=status is PageStatus.TIMED_OUT)
 
-    def passed(self, layers: int) -> None:
-        """Its first `layers` layers hold nobody up any more."""
-        self._on_layers(self.request_id, layers)
-
     # -- the steps of the run
 
     async def _prefetch(self) -> None:
@@ -315,11 +309,7 @@ class UnitRun:
         if self._mode is Mode.PREFETCH:
             while await self._fetches.plan(self._turn):
                 pass
-        self._be_admitted()
-
-    def _be_admitted(self) -> None:
-        self.admitted_pages = self.pages
-        self.admitted.set()
+        self.progress.admit(self.pages)
 
     async def _wind_up(self) -> None:
         """After the deadline or a cancel. What has landed is still worth one chunk of copies, but no more."""
@@ -333,15 +323,15 @@ class UnitRun:
             if not self._layers.restored:
                 self.give_up(self._reason)
         # Nobody who waits for the target waits for the draft's zeros.
-        if not self.admitted.is_set():
-            self._be_admitted()
-        self.passed(self._context.pools.num_layers)
+        if not self.progress.admitted.is_set():
+            self.progress.admit(self.pages)
+        self.progress.end()
         await self._layers.leave_draft()
 
     def _finish(self) -> None:
         """Account for every page and slot, once."""
         restored = self._layers.restored
-        self.passed(self._context.pools.num_layers)
+        self.progress.end()
         self._fetches.let_go_all(keep=self._mode is not Mode.STREAM)
         if self._reserved:
             self._reserved = False
@@ -353,13 +343,13 @@ class UnitRun:
             draft_pages=min(self._layers.draft_restored, restored),
             prefill_from_page=restored,
             pages=tuple(self.wants.outcomes(restored, self._reason)),
-            late_failure=self.late,
+            late_failure=self.progress.late,
         )
         if self._mode is not Mode.PREFETCH:
             landed = self.landed_pages if self._mode is Mode.PLACE else self.outcome.requested_pages
             count_unit(self._context, self.outcome, landed=landed, has_draft=bool(self.wants.draft))
         self._context.active.discard(self)
-        for event in (self.decided, self.go, self.admitted, self.landed, self.draft_ready, self.finished):
+        for event in (self.decided, self.go, self.progress.admitted, self.landed, self.draft_ready, self.finished):
             event.set()
 
     # -- cutting
@@ -367,7 +357,7 @@ class UnitRun:
     def _give_up_unlanded(self) -> None:
         """What has not landed by now is a miss. The running copy, if there was one, has ended."""
         self._fetches.leave_replaced()
-        if not self.admitted.is_set():
+        if not self.progress.admitted.is_set():
             self.give_up(self._reason)
             return
         for wanted in self._fetches.unplanned():
@@ -380,17 +370,11 @@ class UnitRun:
 
     def _recut(self, *, timed_out: bool = False) -> None:
         self.wants.recut()
-        if self.admitted.is_set() and self.pages < self.admitted_pages:
+        if self.progress.is_short(self.pages):
             self._fail_after_admission()
         self._fetches.prune(timed_out=timed_out)
 
     def _fail_after_admission(self) -> None:
-        """Fewer pages than were admitted: what the engine computes with them must not be used."""
-        if self._mode is Mode.PREFETCH or self.failure is not None:
-            return
-        self.failure = self.wants.status_of(self.pages) or self._reason
-        if self.layers_given:
-            layer = min(self._layers.done, self._context.pools.num_layers - 1)
-            self.late = LateFailure(self.pages, layer, self.failure)
-            self._context.counters.late_failures += 1
-        self.passed(self._context.pools.num_layers)
+        # A prefetch has given the engine nothing to compute with.
+        if self._mode is not Mode.PREFETCH and self.progress.failure is None:
+            self.progress.fail(self.pages, self.wants.status_of(self.pages) or self._reason)

@@ -19,6 +19,7 @@ from softload.planning import Column
 from softload.unit_copies import UnitCopies
 from softload.unit_fetches import UnitFetches
 from softload.unit_pages import UnitPages
+from softload.unit_progress import UnitProgress
 
 __all__ = ["UnitLayers"]
 
@@ -35,9 +36,6 @@ class LayeredUnit(Protocol):
     def give_up(self, status: PageStatus) -> None:
         """All of it is a miss."""
 
-    def passed(self, layers: int) -> None:
-        """Its first `layers` layers hold nobody up any more."""
-
 
 class UnitLayers:
     """The layers of one unit.
@@ -47,7 +45,8 @@ class UnitLayers:
         wants: what of the unit is good so far.
         fetches: where its bytes land; what is left to plan of them is planned while the first ones are copied.
         copies: how they get into its slots.
-        unit: waits, and is told.
+        progress: told of every layer that is there.
+        unit: waits, and is told when all is lost.
         turn: the load's place among others.
         keep: whether copied bytes may serve later units.
     """
@@ -58,6 +57,7 @@ class UnitLayers:
         wants: UnitPages,
         fetches: UnitFetches,
         copies: UnitCopies,
+        progress: UnitProgress,
         unit: LayeredUnit,
         turn: Turn,
         *,
@@ -67,13 +67,12 @@ class UnitLayers:
         self._wants = wants
         self._fetches = fetches
         self._copies = copies
+        self._progress = progress
         self._unit = unit
         self._turn = turn
         self._keep = keep
         self._columns: dict[range, list[Column]] = {}
         self._zeroed = False
-        self.done = 0
-        """Layers that are copied, or have nothing left to copy."""
         self.restored = 0
         """Pages whose slots hold all layers."""
         self.draft_restored = 0
@@ -100,8 +99,7 @@ class UnitLayers:
             # What was read ahead is copied before anything else was planned: the endpoints would have nothing to do.
             if not await self._copies.copy(copies, layers.start, partial(self._fetches.plan, self._turn)):
                 self._unit.give_up(PageStatus.CANCELLED)
-            self.done = layers.stop
-            self._unit.passed(layers.stop)
+            self._progress.copied(layers.stop)
             if self._wants.pages and not self._wants.draft_rides:
                 await self._context.pacer.turn()
                 columns = (column for column in self._wants.columns if column.spec.layers[-1] in layers)
@@ -126,7 +124,7 @@ class UnitLayers:
         """The deadline has passed: copy what landed in time, if it is no more than one chunk."""
         if not self._copies.may_write:
             return
-        layers = range(self.done, self._context.pools.num_layers)
+        layers = range(self._progress.layers, self._context.pools.num_layers)
         left = [column for column in self._wants.columns if column.spec.layers[-1] >= layers.start]
         copies = self._copies.of_layers(left, layers)
         if self._wants.pages and sum(copy.nbytes for copy in copies) <= self._context.config.copy_chunk_bytes:
