@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -112,6 +113,8 @@ def in_a_process(fault: str, linker: str, patience: float) -> dict[str, Any]:
         )
         try:
             output, _ = process.communicate(timeout=patience + ROOM)
+        except subprocess.TimeoutExpired:
+            output = ""
         finally:
             try:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -140,6 +143,8 @@ def run(fault: str, linker: str, *, patience: float) -> None:
         with tempfile.TemporaryDirectory() as folder:
             row = _measure(fault, linker, cluster, Path(folder), patience)
         print(json.dumps(asdict(row)), flush=True)
+    except BaseException:
+        traceback.print_exc()  # nobody would see it: this process ends below
     finally:
         cluster.close()
         sys.stderr.flush()

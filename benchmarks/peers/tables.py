@@ -14,7 +14,7 @@ class Goal:
     """One goal, as far as it concerns one case.
 
     Args:
-        show: its number in the list of what is to be shown.
+        number: by which `benchmarks/README.md` lists it.
         name: what it is about.
         case: the case, or the kind of store.
         wanted: the bound, as text.
@@ -22,7 +22,7 @@ class Goal:
         met: whether that is within the bound.
     """
 
-    show: int
+    number: int
     name: str
     case: str
     wanted: str
@@ -81,28 +81,28 @@ def _flat(figures: Any, path: str = "") -> Iterator[str]:
 
 def _goals(found: Sequence[Goal]) -> Iterator[str]:
     yield "\n**Goals**\n"
-    yield "| show | goal | case | wanted | measured | |"
+    yield "| goal | | case | wanted | measured | |"
     yield "| ---: | --- | --- | ---: | ---: | --- |"
     for goal in found:
-        yield f"| {goal.show} | {goal.name} | {goal.case} | {goal.wanted} | {goal.measured:.3g} | {_verdict(goal)} |"
-    yield "\n| show | met | missed |"
+        yield f"| {goal.number} | {goal.name} | {goal.case} | {goal.wanted} | {goal.measured:.3g} | {_verdict(goal)} |"
+    yield "\n| goal | met | missed |"
     yield "| ---: | ---: | --- |"
-    for show in sorted({goal.show for goal in found}):
-        these = [goal for goal in found if goal.show == show]
+    for number in sorted({goal.number for goal in found}):
+        these = [goal for goal in found if goal.number == number]
         missed = dict.fromkeys(f"{goal.name} ({goal.case})" for goal in these if not goal.met)
-        yield f"| {show} | {sum(goal.met for goal in these)} of {len(these)} | {'; '.join(missed)} |"
+        yield f"| {number} | {sum(goal.met for goal in these)} of {len(these)} | {'; '.join(missed)} |"
 
 
 def _verdict(goal: Goal) -> str:
     return "met" if goal.met else "**missed**"
 
 
-def _at_most(show: int, name: str, case: str, bound: float, measured: float) -> Goal:
-    return Goal(show, name, case, f"<= {bound:g}", measured, measured <= bound)
+def _at_most(number: int, name: str, case: str, bound: float, measured: float) -> Goal:
+    return Goal(number, name, case, f"<= {bound:g}", measured, measured <= bound)
 
 
-def _at_least(show: int, name: str, case: str, bound: float, measured: float) -> Goal:
-    return Goal(show, name, case, f">= {bound:g}", measured, measured >= bound)
+def _at_least(number: int, name: str, case: str, bound: float, measured: float) -> Goal:
+    return Goal(number, name, case, f">= {bound:g}", measured, measured >= bound)
 
 
 _ALL_LAYERS = {
@@ -153,11 +153,11 @@ def _case_goals(case: dict[str, Any]) -> Iterator[Goal]:
     if case["bytes"] >= _LARGE:
         yield _at_most(6, "outside native calls and copies, share", name, 0.05, ours["outside"]["median"])
     if theirs is not None:
-        show = 1 if store == "local" else 2
+        number = 1 if store == "local" else 2
         faster = _ratio(theirs["0"], ours, "last_layer")
-        yield _at_least(show, "grouped, all layers, times faster", name, _ALL_LAYERS[store][kind], faster)
+        yield _at_least(number, "grouped, all layers, times faster", name, _ALL_LAYERS[store][kind], faster)
         first = _ratio(ours, theirs["0"], "first_layer")
-        yield _at_most(show, "grouped, first layer, of SGLang's", name, _FIRST_LAYER[store], first)
+        yield _at_most(number, "grouped, first layer, of SGLang's", name, _FIRST_LAYER[store], first)
     for label, page in sides["page"].items():
         own = min(sides[way][label]["stall"]["median"] for way in ("page, whole", "page, ranges"))
         yield _stall_goal("page stall, of the better way's", name, label, page, own, 1.15)

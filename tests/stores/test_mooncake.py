@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -388,6 +389,29 @@ def test_a_connection_to_itself_is_nobody(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(StoreSetupError, match="nobody listens"):
         probe_master("127.0.0.1:50051")
     assert [caller.fileno() for caller in own] == [-1, -1], "closed"
+
+
+def test_a_connection_that_was_reset_at_once_reached_somebody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a living master may do; the caller's socket has no peer any more, and is closed all the same."""
+    connect = socket.create_connection
+    made: list[socket.socket] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def connected_and_reset(address: tuple[str, int], timeout: float) -> socket.socket:
+            caller = connect(address, timeout)
+            peer, _ = listener.accept()
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            peer.close()
+            made.append(caller)
+            with pytest.raises(OSError, match="not connected"):
+                caller.getpeername()
+            return caller
+
+        monkeypatch.setattr("softload.stores.probe.socket.create_connection", connected_and_reset)
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        assert accepts(address)
+        assert probe_master(address) == "127.0.0.1"
+    assert [caller.fileno() for caller in made] == [-1, -1], "closed"
 
 
 def test_a_master_that_accepts_and_is_silent() -> None:

@@ -58,8 +58,12 @@ def probe_master(address: str, deadline: float = 3.0) -> str:
 
 def _connect(address: str, timeout: float) -> socket.socket:
     connection = socket.create_connection(_parts(address), timeout)
-    if connection.getsockname() == connection.getpeername():
-        # Nobody listens, and the kernel has given this end the very port that it calls: it talks to itself.
+    try:
+        reached_itself = connection.getsockname() == connection.getpeername()
+    except OSError:  # there is no peer any more: somebody was there, and has reset the connection
+        reached_itself = False
+    if reached_itself:
+        # Nobody listens, and the kernel has given this end the very port that it calls.
         connection.close()
         raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens")
     return connection

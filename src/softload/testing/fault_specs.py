@@ -100,7 +100,8 @@ class Fault:
         calls: how many read calls hang, for `HANG`.
         seconds: how long it takes (`SLOW`, `HANG`), or when it happens after the start (scheduled kinds).
         moment: when it happens instead (scheduled kinds): the first time that a call comes there.
-        lasts: seconds until what was killed is started again, and what was frozen goes on; ``None`` for never.
+        lasts: seconds until what was killed is started again, what was frozen goes on, and what was cut off is joined;
+            ``None`` for never.
     """
 
     kind: FaultKind
