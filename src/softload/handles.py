@@ -88,14 +88,14 @@ class _Handle:
         """
         self._check_entered()
         for run in self._runs:
-            await run.admitted.wait()
+            await run.progress.admitted.wait()
         return Admission(
-            {run.request_id: run.admitted_pages for run in self._runs},
+            {run.request_id: run.progress.admitted_pages for run in self._runs},
             {
                 run.request_id: status
                 for run in self._runs
-                if run.admitted_pages < run.wants.requested
-                and (status := run.wants.status_of(run.admitted_pages)) is not None
+                if run.progress.admitted_pages < run.wants.requested
+                and (status := run.wants.status_of(run.progress.admitted_pages)) is not None
             },
         )
 
@@ -184,10 +184,10 @@ class Load(_Handle):
         await self._gate.wait(layer)
         if self._first_layer_at is None:
             self._first_layer_at = anyio.current_time()
-        failed = {run.request_id: run.failure for run in self._runs if run.failure is not None}
-        live = [run for run in self._runs if run.failure is None]
+        failed = {run.request_id: run.progress.failure for run in self._runs if run.progress.failure is not None}
+        live = [run for run in self._runs if run.progress.failure is None]
         for run in live:
-            run.layers_given = max(run.layers_given, layer + 1)
+            run.progress.layers_given = max(run.progress.layers_given, layer + 1)
         return LayerReady(layer, frozenset(run.request_id for run in live), failed)
 
     async def draft(self) -> dict[str, int]:

@@ -6,38 +6,31 @@ Every unit runs as a task of its own under its own deadline, so that what hangs 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Sequence
 from enum import Enum
-from functools import partial
-from itertools import islice
 
 import anyio
-import anyio.lowlevel
 import structlog
 
 from softload import events
 from softload.accounting import count_misses, count_unit
 from softload.admission import Answers, Endpoints, first_columns, readable, revalidate
 from softload.context import Context
-from softload.copies import Copy
 from softload.fetches import Fetch, Turn
-from softload.geometry.layout import layer_groups
 from softload.landing import Share
-from softload.outcomes import LateFailure, PageStatus, UnitOutcome
+from softload.outcomes import PageStatus, UnitOutcome
 from softload.planning import Column
 from softload.slots import SlotClaim
 from softload.transfer import TransferUnit
 from softload.unit_copies import UnitCopies
 from softload.unit_fetches import UnitFetches
+from softload.unit_layers import UnitLayers
 from softload.unit_pages import UnitPages
+from softload.unit_progress import UnitProgress
 
 __all__ = ["Mode", "UnitRun"]
 
 _log = structlog.get_logger(__name__)
-
-_COPIED_ALONG = 1 << 20
-"""Fewer bytes are copied together with the next layers', where those have landed too."""
 
 
 class Mode(Enum):
@@ -80,15 +73,16 @@ class UnitRun:
         self._context = context
         self._mode = mode
         self._turn = turn
-        self._on_layers = on_layers
         self.unit = unit
         self.request_id = unit.request_id
         self.wants = UnitPages(context, unit)
+        self.progress = UnitProgress(context, unit.request_id, on_layers)
         share = Share.PREFETCH if mode is Mode.PREFETCH else Share.STREAMING
         self._fetches = UnitFetches(context, self.wants, self, share, layer_seconds)
         self._copies = UnitCopies(context, self.wants, self._fetches, unit.ready)
-        self._by_layers: dict[range, list[Column]] = {}
-        self.admitted_pages = 0
+        self._layers = UnitLayers(
+            context, self.wants, self._fetches, self._copies, self.progress, self, turn, keep=mode is Mode.PLACE
+        )
         self.landed_pages = 0
         """PREFETCH and PLACE: pages that had landed in time; the others are counted as misses already."""
         self.deadline = math.inf
@@ -97,17 +91,9 @@ class UnitRun:
         self._reason = PageStatus.TIMED_OUT
         self.is_cancelled = False
         self._reserved = False
-        self._copied = 0
-        self._draft_copied = 0
-        self._zeroed = False
-        self._layers_passed = 0
-        self.layers_given = 0
-        self.late: LateFailure | None = None
-        self.failure: PageStatus | None = None
         self.outcome: UnitOutcome | None = None
         self.decided = anyio.Event()
         self.go = anyio.Event()
-        self.admitted = anyio.Event()
         self.landed = anyio.Event()
         self.draft_ready = anyio.Event()
         self.finished = anyio.Event()
@@ -228,7 +214,7 @@ class UnitRun:
         self.landed_pages = source.landed_pages
         self.decided.set()
         self.go.set()
-        self._be_admitted()
+        self.progress.admit(self.pages)
 
     # -- the run
 
@@ -243,12 +229,14 @@ class UnitRun:
         except Exception:  # a bug: it costs this unit, not the loader
             self._context.log.tell(_log.exception, events.TASK_RAISED, task="unit", request_id=self.request_id)
             self._reason = PageStatus.CANCELLED
-            if not self._copied:
+            if not self._layers.restored:
                 self.wants.limit(0, PageStatus.CANCELLED)
-                if self.admitted_pages:
+                if self.progress.admitted_pages:
                     self._fail_after_admission()
         finally:
             self._finish()
+
+    # -- what its fetches tell it
 
     def fetch_failed(self, fetch: Fetch) -> None:
         """A fetch cannot be had: the unit ends before it."""
@@ -272,11 +260,30 @@ class UnitRun:
         """Some fetches have landed or failed."""
         self._changed.set()
 
+    # -- what its layers ask of it
+
+    async def until(self, ready: Callable[[], bool]) -> None:
+        """Wait for a condition on what has landed; meanwhile plan what is left to plan.
+
+        So the first layers are copied before the reads of the last ones are planned, where they are here by then.
+        """
+        while not ready():
+            self._changed = anyio.Event()
+            if not await self._fetches.plan(self._turn):
+                await self._changed.wait()
+
+    def give_up(self, status: PageStatus) -> None:
+        """All of it is a miss."""
+        self.wants.limit(0, status)
+        self._recut(timed_out=status is PageStatus.TIMED_OUT)
+
+    # -- the steps of the run
+
     async def _prefetch(self) -> None:
         """Land what lands by the deadline, then hold it."""
         with anyio.move_on_at(self.deadline) as scope:
             await self._read()
-            await self._until(lambda: self._fetches.landed(self.wants.all_columns()))
+            await self.until(lambda: self._fetches.landed(self.wants.all_columns()))
         if scope.cancelled_caught:
             self._give_up_unlanded()
         self.landed_pages = self.pages
@@ -287,14 +294,15 @@ class UnitRun:
         with anyio.move_on_after(self._context.config.hold_limit):
             await self._placed.wait()
         if not self._placed.is_set():
-            self._give_up(PageStatus.SHED)
+            self.give_up(PageStatus.SHED)
 
     async def _stream(self) -> None:
         """Copy layer by layer what lands, or has landed."""
         if self._mode is Mode.STREAM:
             await self._read()
-        await self._copy_target()
-        await self._copy_draft()
+        await self._layers.copy_target()
+        await self._layers.copy_draft()
+        self.draft_ready.set()
 
     async def _read(self) -> None:
         await self.decided.wait()
@@ -303,49 +311,7 @@ class UnitRun:
         if self._mode is Mode.PREFETCH:
             while await self._fetches.plan(self._turn):
                 pass
-        self._be_admitted()
-
-    async def _copy_target(self) -> None:
-        left = deque(layer_groups(self._context.pools.num_layers))
-        while left:
-            layers = left.popleft()
-            await self._until(partial(self._is_here, layers))
-            if self.pages:
-                refused = await self._copies.wait_for_engine()
-                if refused is not None:
-                    self._give_up(refused)
-                await self._context.pacer.turn()
-            copies = self._copies_of(layers)
-            nbytes = sum(copy.nbytes for copy in copies)
-            while left and nbytes < _COPIED_ALONG and self._is_here(left[0]):
-                more = self._copies_of(left[0])
-                nbytes += sum(copy.nbytes for copy in more)
-                copies += more
-                layers = range(layers.start, left.popleft().stop)
-            # What was read ahead is copied before anything else was planned: the endpoints would have nothing to do.
-            if not await self._copies.copy(copies, layers.start, partial(self._fetches.plan, self._turn)):
-                self._give_up(PageStatus.CANCELLED)
-            self._layers_passed = layers.stop
-            self._on_layers(self.request_id, layers.stop)
-            if self.pages and not self.wants.draft_rides:
-                await self._context.pacer.turn()
-                done = (column for column in self.wants.columns if column.spec.layers[-1] in layers)
-                self._fetches.let_go(done, keep=self._mode is Mode.PLACE)
-        self._copied = self.pages
-
-    async def _copy_draft(self) -> None:
-        """The draft after the target: it has a gate of its own."""
-        if self.wants.draft:
-            await self._until(lambda: self._fetches.landed(self.wants.draft_columns))
-            if not await self._copies.copy(self._copies.of_draft(), self._context.pools.num_layers):
-                self.wants.draft_pages = 0
-            self._draft_copied = self.wants.draft_pages
-            for chunk in self._copies.zeros(self._copied, self._draft_copied):
-                await anyio.lowlevel.checkpoint_if_cancelled()
-                self._zeroed = True
-                if not await self._copies.run_chunk(chunk):
-                    break
-        self.draft_ready.set()
+        self.progress.admit(self.pages)
 
     async def _wind_up(self) -> None:
         """After the deadline or a cancel. What has landed is still worth one chunk of copies, but no more."""
@@ -353,89 +319,48 @@ class UnitRun:
         if self._mode is Mode.PREFETCH:
             self._fetches.let_go_all(keep=True)
         self._give_up_unlanded()
-        if not self._copied:
-            if timed_out:
-                await self._salvage()
-            if not self._copied:
-                self._give_up(self._reason)
+        if not self._layers.restored:
+            if timed_out and self._mode is not Mode.PREFETCH:
+                await self._layers.salvage_target()
+            if not self._layers.restored:
+                self.give_up(self._reason)
         # Nobody who waits for the target waits for the draft's zeros.
-        if not self.admitted.is_set():
-            self._be_admitted()
-        self._on_layers(self.request_id, self._context.pools.num_layers)
-        self.wants.draft_pages = self._draft_copied
-        if self._copied and self.wants.draft and not self.draft_ready.is_set() and not self._zeroed:
-            for chunk in islice(self._copies.zeros(self._copied, self._draft_copied), 1):
-                await self._copies.run_chunk(chunk)
-
-    async def _salvage(self) -> None:
-        """Copy what landed in time, if it is no more than one chunk."""
-        if self._mode is Mode.PREFETCH or not self._copies.may_write:
-            return
-        layers = range(self._layers_passed, self._context.pools.num_layers)
-        left = [column for column in self.wants.columns if column.spec.layers[-1] >= layers.start]
-        copies = self._copies.of_layers(left, layers)
-        if self.pages and sum(copy.nbytes for copy in copies) <= self._context.config.copy_chunk_bytes:
-            if not await self._copies.copy(copies, layers.start):
-                self._give_up(PageStatus.CANCELLED)
-            self._copied = self.pages
+        if not self.progress.admitted.is_set():
+            self.progress.admit(self.pages)
+        self.progress.end()
+        await self._layers.leave_draft()
 
     def _finish(self) -> None:
         """Account for every page and slot, once."""
-        restored = self._copied
-        self._on_layers(self.request_id, self._context.pools.num_layers)
+        restored = self._layers.restored
+        self.progress.end()
         self._fetches.let_go_all(keep=self._mode is not Mode.STREAM)
         if self._reserved:
             self._reserved = False
-            self._copies.release_slots(restored, self._draft_copied)
+            self._copies.release_slots(restored, self._layers.draft_restored)
         self.outcome = UnitOutcome(
             request_id=self.request_id,
             requested_pages=self.wants.requested,
             restored_pages=restored,
-            draft_pages=min(self._draft_copied, restored),
+            draft_pages=min(self._layers.draft_restored, restored),
             prefill_from_page=restored,
             pages=tuple(self.wants.outcomes(restored, self._reason)),
-            late_failure=self.late,
+            late_failure=self.progress.late,
         )
         if self._mode is not Mode.PREFETCH:
             landed = self.landed_pages if self._mode is Mode.PLACE else self.outcome.requested_pages
             count_unit(self._context, self.outcome, landed=landed, has_draft=bool(self.wants.draft))
         self._context.active.discard(self)
-        for event in (self.decided, self.go, self.admitted, self.landed, self.draft_ready, self.finished):
+        for event in (self.decided, self.go, self.progress.admitted, self.landed, self.draft_ready, self.finished):
             event.set()
-
-    # -- steps
-
-    def _is_here(self, layers: range) -> bool:
-        """Whether all that these layers need has landed."""
-        return self._fetches.landed(self._columns_of(layers), layers)
-
-    def _copies_of(self, layers: range) -> list[Copy]:
-        return self._copies.of_layers(self._columns_of(layers), layers)
-
-    def _columns_of(self, layers: range) -> list[Column]:
-        known = self._by_layers.get(layers)
-        if known is None:
-            known = [column for column in self.wants.columns if any(layer in layers for layer in column.spec.layers)]
-            self._by_layers[layers] = known
-        return known
-
-    async def _until(self, ready: Callable[[], bool]) -> None:
-        """Wait for a condition on what has landed; meanwhile plan what is left to plan.
-
-        So the first layers are copied before the reads of the last ones are planned, where they are here by then.
-        """
-        while not ready():
-            self._changed = anyio.Event()
-            if not await self._fetches.plan(self._turn):
-                await self._changed.wait()
 
     # -- cutting
 
     def _give_up_unlanded(self) -> None:
         """What has not landed by now is a miss. The running copy, if there was one, has ended."""
         self._fetches.leave_replaced()
-        if not self.admitted.is_set():
-            self._give_up(self._reason)
+        if not self.progress.admitted.is_set():
+            self.give_up(self._reason)
             return
         for wanted in self._fetches.unplanned():
             self.wants.mark_bad(wanted.column, wanted.page, self._reason)
@@ -445,30 +370,13 @@ class UnitRun:
                     self.wants.mark_bad(wanted.column, wanted.page, self._reason)
         self._recut(timed_out=self._reason is PageStatus.TIMED_OUT)
 
-    def _give_up(self, status: PageStatus) -> None:
-        """All of it is a miss."""
-        self.wants.limit(0, status)
-        self._recut(timed_out=status is PageStatus.TIMED_OUT)
-
     def _recut(self, *, timed_out: bool = False) -> None:
         self.wants.recut()
-        if self.admitted.is_set() and self.pages < self.admitted_pages:
+        if self.progress.is_short(self.pages):
             self._fail_after_admission()
         self._fetches.prune(timed_out=timed_out)
 
     def _fail_after_admission(self) -> None:
-        """Fewer pages than were admitted: what the engine computes with them must not be used."""
-        if self._mode is Mode.PREFETCH or self.failure is not None:
-            return
-        self.failure = self.wants.status_of(self.pages) or self._reason
-        if self.layers_given:
-            layer = min(self._layers_passed, self._context.pools.num_layers - 1)
-            self.late = LateFailure(self.pages, layer, self.failure)
-            self._context.counters.late_failures += 1
-        self._on_layers(self.request_id, self._context.pools.num_layers)
-
-    # -- small helpers
-
-    def _be_admitted(self) -> None:
-        self.admitted_pages = self.pages
-        self.admitted.set()
+        # A prefetch has given the engine nothing to compute with.
+        if self._mode is not Mode.PREFETCH and self.progress.failure is None:
+            self.progress.fail(self.pages, self.wants.status_of(self.pages) or self._reason)

@@ -484,13 +484,13 @@ async def test_a_prefetch_whose_time_is_up_as_the_second_read_comes_holds_one_of
 
 
 async def test_a_suspect_endpoint_gets_no_second_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetches, "_JOIN_SECONDS", 0.3)
+    monkeypatch.setattr(fetches, "_JOIN_SECONDS", 0.9)  # the read is late only after the breaker has opened
     async with joined() as it:
         assert it.loader._context is not None
         for _ in range(3):  # other reads failed meanwhile: by hand, since those that start now wait for this one
             it.loader._context.health.endpoint("memory").record(False)
         assert it.loader.statistics().open_breakers == ("memory",)
-        await anyio.sleep(0.4)
+        await anyio.sleep(1.0)
         assert it.loader.statistics().second_reads == 0
         it.outer.release()
         await it.loads.ended("first", "joiner")

@@ -1,0 +1,154 @@
+"""The layers of one unit go into its slots in order, each once all of it has landed; the draft goes last."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from itertools import islice
+from typing import Protocol
+
+import anyio.lowlevel
+
+from softload.context import Context
+from softload.copies import Copy
+from softload.fetches import Turn
+from softload.geometry.layout import layer_groups
+from softload.outcomes import PageStatus
+from softload.planning import Column
+from softload.unit_copies import UnitCopies
+from softload.unit_fetches import UnitFetches
+from softload.unit_pages import UnitPages
+from softload.unit_progress import UnitProgress
+
+__all__ = ["UnitLayers"]
+
+_COPIED_ALONG = 1 << 20
+"""Fewer bytes are copied together with the next layers', where those have landed too."""
+
+
+class LayeredUnit(Protocol):
+    """The unit. All of it is called on the loop."""
+
+    async def until(self, ready: Callable[[], bool]) -> None:
+        """Wait for a condition on what has landed."""
+
+    def give_up(self, status: PageStatus) -> None:
+        """All of it is a miss."""
+
+
+class UnitLayers:
+    """The layers of one unit.
+
+    Args:
+        context: the loader's parts.
+        wants: what of the unit is good so far.
+        fetches: where its bytes land; what is left to plan of them is planned while the first ones are copied.
+        copies: how they get into its slots.
+        progress: told of every layer that is there.
+        unit: waits, and is told when all is lost.
+        turn: the load's place among others.
+        keep: whether copied bytes may serve later units.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        wants: UnitPages,
+        fetches: UnitFetches,
+        copies: UnitCopies,
+        progress: UnitProgress,
+        unit: LayeredUnit,
+        turn: Turn,
+        *,
+        keep: bool,
+    ) -> None:
+        self._context = context
+        self._wants = wants
+        self._fetches = fetches
+        self._copies = copies
+        self._progress = progress
+        self._unit = unit
+        self._turn = turn
+        self._keep = keep
+        self._columns: dict[range, list[Column]] = {}
+        self._zeroed = False
+        self.restored = 0
+        """Pages whose slots hold all layers."""
+        self.draft_restored = 0
+        """Pages whose slots hold all of the draft."""
+
+    async def copy_target(self) -> None:
+        """Copy layer by layer. `restored` says how much of it is there."""
+        left = deque(layer_groups(self._context.pools.num_layers))
+        while left:
+            layers = left.popleft()
+            await self._unit.until(partial(self._is_here, layers))
+            if self._wants.pages:
+                refused = await self._copies.wait_for_engine()
+                if refused is not None:
+                    self._unit.give_up(refused)
+                await self._context.pacer.turn()
+            copies = self._copies_of(layers)
+            nbytes = sum(copy.nbytes for copy in copies)
+            while left and nbytes < _COPIED_ALONG and self._is_here(left[0]):
+                more = self._copies_of(left[0])
+                nbytes += sum(copy.nbytes for copy in more)
+                copies += more
+                layers = range(layers.start, left.popleft().stop)
+            # What was read ahead is copied before anything else was planned: the endpoints would have nothing to do.
+            if not await self._copies.copy(copies, layers.start, partial(self._fetches.plan, self._turn)):
+                self._unit.give_up(PageStatus.CANCELLED)
+            self._progress.copied(layers.stop)
+            if self._wants.pages and not self._wants.draft_rides:
+                await self._context.pacer.turn()
+                columns = (column for column in self._wants.columns if column.spec.layers[-1] in layers)
+                self._fetches.let_go(columns, keep=self._keep)
+        self.restored = self._wants.pages
+
+    async def copy_draft(self) -> None:
+        """The draft after the target: it has a gate of its own. Zeros where it is missing."""
+        if not self._wants.draft:
+            return
+        await self._unit.until(lambda: self._fetches.landed(self._wants.draft_columns))
+        if not await self._copies.copy(self._copies.of_draft(), self._context.pools.num_layers):
+            self._wants.draft_pages = 0
+        self.draft_restored = self._wants.draft_pages
+        for chunk in self._copies.zeros(self.restored, self.draft_restored):
+            await anyio.lowlevel.checkpoint_if_cancelled()
+            self._zeroed = True
+            if not await self._copies.run_chunk(chunk):
+                break
+
+    async def salvage_target(self) -> None:
+        """The deadline has passed: copy what landed in time, if it is no more than one chunk."""
+        if not self._copies.may_write:
+            return
+        layers = range(self._progress.layers, self._context.pools.num_layers)
+        left = [column for column in self._wants.columns if column.spec.layers[-1] >= layers.start]
+        copies = self._copies.of_layers(left, layers)
+        if self._wants.pages and sum(copy.nbytes for copy in copies) <= self._context.config.copy_chunk_bytes:
+            if not await self._copies.copy(copies, layers.start):
+                self._unit.give_up(PageStatus.CANCELLED)
+            self.restored = self._wants.pages
+
+    async def leave_draft(self) -> None:
+        """Nothing more of the draft is copied; of its zeros, a chunk, where there are none yet."""
+        self._wants.draft_pages = self.draft_restored
+        if self.restored and self._wants.draft and not self._zeroed:
+            for chunk in islice(self._copies.zeros(self.restored, self.draft_restored), 1):
+                await self._copies.run_chunk(chunk)
+
+    def _is_here(self, layers: range) -> bool:
+        """Whether all that these layers need has landed."""
+        return self._fetches.landed(self._columns_of(layers), layers)
+
+    def _copies_of(self, layers: range) -> list[Copy]:
+        return self._copies.of_layers(self._columns_of(layers), layers)
+
+    def _columns_of(self, layers: range) -> list[Column]:
+        known = self._columns.get(layers)
+        if known is None:
+            known = [column for column in self._wants.columns if any(layer in layers for layer in column.spec.layers)]
+            self._columns[layers] = known
+        return known
