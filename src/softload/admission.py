@@ -125,11 +125,11 @@ async def _ask_in_slices(
 
     def ask() -> list[Descriptor | PageStatus]:
         found: list[Descriptor | PageStatus] = []
-        if count:
-            found += context.calls.descriptors(keys[:count])
-            tell_loop(loop, on_first, dict(zip(keys, found, strict=False)))
-        for start in range(count, len(keys), _SLICE):
-            found += context.calls.descriptors(keys[start : start + _SLICE])
+        for some in (keys[:count], keys[count:]):
+            for start in range(0, len(some), _SLICE):
+                found += context.calls.descriptors(some[start : start + _SLICE])
+            if len(found) == count > 0:
+                tell_loop(loop, on_first, dict(zip(keys, found, strict=False)))
         return found
 
     return await context.ask_master(ask, len(keys), until)

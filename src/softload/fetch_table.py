@@ -29,7 +29,9 @@ class FetchTable:
         It may bring other objects too.
         """
         fetch = self._fetches.get(key)
-        if fetch is None or fetch.failed or fetch.timed_out:
+        if fetch is None or fetch.landed:  # what somebody gave up on may be here by now: then it is as good as any
+            return fetch
+        if fetch.failed or fetch.timed_out:
             return None
         late = any(part.state is PartState.IN_FLIGHT and part.call and part.call.overdue for part in fetch.parts)
         return None if late else fetch

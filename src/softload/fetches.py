@@ -70,7 +70,7 @@ class FetchListener(Protocol):
 class Part:
     """What one native call reads of a fetch: all of it, or the ranges of a group of layers of one object."""
 
-    __slots__ = ("attempts", "call", "fetch", "layers", "nbytes", "pieces", "ranges", "state")
+    __slots__ = ("call", "failure", "fetch", "layers", "nbytes", "pieces", "ranges", "state")
 
     def __init__(self, fetch: Fetch, ranges: Sequence[tuple[int, int]] = (), layers: range | None = None) -> None:
         self.fetch = fetch
@@ -80,7 +80,8 @@ class Part:
         self.pieces: tuple[Part, ...] = ()
         """What it was split into: their states count then, while a call may still read by this one."""
         self.state = PartState.QUEUED
-        self.attempts = 0
+        self.failure: PageStatus | None = None
+        """Why it was read once more."""
         self.call: ReadCall | None = None
 
     def serves(self, layers: range) -> bool:
@@ -201,7 +202,7 @@ class Fetch:
             piece.listeners, piece.issuer = list(self.listeners), self.issuer
             piece.has_second, piece.keep_until = self.has_second, self.keep_until
             mine = piece.parts[0]
-            mine.state, mine.attempts, mine.call = part.state, part.attempts, part.call
+            mine.state, mine.failure, mine.call = part.state, part.failure, part.call
             pieces.append(piece)
         part.pieces = tuple(piece.parts[0] for piece in pieces)
         if part.call is not None and part in part.call.relied_on:
@@ -299,7 +300,7 @@ class ReadCall:
     @property
     def label(self) -> str:
         """What it does, for traces: `retry`, `second read`, or nothing that its group does not say."""
-        if any(part.attempts for part in self.parts):
+        if any(part.failure is not None for part in self.parts):
             return RETRY
         # Set when the second read is made; the first one's own calls were submitted before.
         return SECOND_READ if any(part.fetch.has_second for part in self.parts) else ""

@@ -197,6 +197,8 @@ class UnitRun:
         if self.decided.is_set() or self.is_cancelled or not self.pages:
             return
         columns = self.first_columns()
+        if not columns:  # others of its load are simple
+            return
         found = readable(self._context, columns, answers, endpoints)
         if found is not None:
             self._fetches.read_ahead(columns, found, self._turn)

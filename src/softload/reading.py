@@ -288,7 +288,7 @@ class Reader:
             elif fetch not in self._seconds and self._may_retry(part, status, replaced):
                 again.append(part)
             else:
-                if status is PageStatus.CORRUPT and fetch not in self._seconds:
+                if status is part.failure is PageStatus.CORRUPT and fetch not in self._seconds:
                     self._remove_corrupt(fetch)
                 self.fail([part], status)
         for listener in landed:
@@ -314,7 +314,7 @@ class Reader:
 
     def _may_retry(self, part: Part, status: PageStatus, descriptor: Descriptor | None) -> bool:
         fetch = part.fetch
-        if part.attempts or fetch.timed_out:
+        if part.failure is not None or fetch.timed_out:
             return False
         if status is PageStatus.REPLICA_CHANGED:
             if descriptor is None or descriptor.size != fetch.size:
@@ -323,13 +323,14 @@ class Reader:
             fetch.endpoint = descriptor.endpoint
         elif status is not PageStatus.CORRUPT and status.action is not Action.RETRY:
             return False
-        part.attempts = 1
+        part.failure = status
         self._counters.retries += 1
         return True
 
     def fail(self, parts: Sequence[Part], status: PageStatus) -> None:
         """The objects of these parts cannot be had: tell everybody who wants them, once."""
-        for fetch in {id(part.fetch): part.fetch for part in leaves(parts)}.values():
+        for failed in leaves(parts):  # one after another: who is told of one may split, or let go of, those that follow
+            fetch = failed.fetch
             for part in fetch.parts:
                 if part.state is PartState.QUEUED:
                     part.state = PartState.FAILED

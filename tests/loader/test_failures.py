@@ -297,6 +297,22 @@ async def test_corrupt_once_is_read_again_and_kept() -> None:
         assert recording.count("remove") == 0
 
 
+@pytest.mark.parametrize("first", [PageStatus.TRANSFER_FAILED, PageStatus.LEASE_EXPIRED], ids=str)
+async def test_corrupt_once_after_another_failure_is_not_believed(first: PageStatus) -> None:
+    pools = make_pools()
+    forging = ForgingStore(store())
+    lying = LyingStore(forging)
+    recording = RecordingStore(lying)
+    async with opened(recording, pools, integrity="full") as loader:
+        await put(loader, pools, keys(4))
+        chosen = is_of("k1")
+        lying.lie("read", chosen, first, times=4)  # the object of each group of layers, once
+        forging.forge(chosen, flip)
+        assert_outcome((await load(loader, pools.unit("a", keys(4), range(4))))["a"], 1)
+        await settle(loader)
+        assert loader.statistics().removed_corrupt == recording.count("remove") == 0
+
+
 async def test_foreign_object_is_found_by_sample() -> None:
     """Memory that another whole object took over has a valid tail, but not this key's."""
     pools = make_pools(width=3000)

@@ -112,6 +112,32 @@ async def test_a_read_that_somebody_gave_up_on_is_not_joined() -> None:
         await settle(loader)
 
 
+async def test_a_read_that_somebody_gave_up_on_serves_later_units_once_it_is_here() -> None:
+    pools = make_pools()
+    hanging = HangingStore(store())
+    recording = RecordingStore(hanging)
+    async with opened(recording, pools, layout="page") as loader:
+        await put(loader, pools, keys(2))
+        hanging.hold("read")
+        try:
+            async with loader.prefetch([pools.unit("patient", keys(2))]) as patient:
+                await arrived(hanging, "read")
+                outcome = (await load(loader, pools.unit("hasty", keys(2), range(2), deadline=0.1)))["hasty"]
+                assert_outcome(outcome, 0, PageStatus.TIMED_OUT)
+                hanging.release()
+                assert (await patient.landed())["patient"] == 2
+        finally:
+            hanging.release()
+        await settle(loader)
+        kept = loader.statistics().kept_bytes
+        recording.clear()
+        async with loader.prefetch([pools.unit("next", keys(2))]) as prefetch:
+            assert (await prefetch.landed())["next"] == 2
+        assert recording.count("read") == 0
+        await settle(loader)
+        assert loader.statistics().kept_bytes == kept
+
+
 @modes
 async def test_a_shared_read_that_fails_cuts_each_at_its_own_page(mode: dict[str, str]) -> None:
     method = "read_ranges" if mode.get("read_mode") == "ranges" else "read"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 
 import anyio
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from softload import PageStatus
 from softload.testing import HangingStore, RecordingStore
 
+from .doubles import LyingStore
 from .harness import (
     Pools,
     any_of,
@@ -165,6 +167,41 @@ async def test_a_quarantined_endpoint_gets_no_more_reads() -> None:
         finally:
             hanging.release()
         await settle(loader)
+
+
+async def test_reads_refused_together_are_told_once_each_where_one_costs_pages_of_the_next() -> None:
+    """One call holds what an endpoint has of all layers, of the first layer's pages only the last: that costs those."""
+    pools = make_pools(width=1024)
+    hanging = HangingStore(store())
+    lying = LyingStore(hanging)
+    async with opened(lying, pools, landing_bytes=page_bytes(pools) * 16, read_lanes=1) as loader:
+        await put(loader, pools, keys(3, "b"))
+        await put(loader, pools, keys(4, "a"))
+        first = is_of(*keys(2, "a"))
+        lying.lie(
+            "descriptors",
+            lambda key: not (first(key) and key.endswith(".g0")),
+            lambda _, truth: truth._replace(endpoint="elsewhere"),
+        )
+        hanging.hold("read", any_of(*keys(3, "b")))
+        try:
+            async with AsyncExitStack() as leaving:
+                await leaving.enter_async_context(loader.load([pools.unit("b", keys(3, "b"), range(4, 7))]))
+                await arrived(hanging, "read")
+                async with loader.load([pools.unit("a", keys(4, "a"), range(4))]) as handle:
+                    assert (await handle.admitted())["a"] == 4
+                    await leaving.aclose()
+                    assert loader.statistics().quarantined_bytes > loader.statistics().landing_bytes // 8
+                    with anyio.fail_after(5):
+                        outcome = (await handle.report()).outcomes["a"]
+            assert_outcome(outcome, 0, PageStatus.SHED)
+            assert loader.statistics().landing_bytes_in_use == 0
+        finally:
+            hanging.release()
+        await settle(loader)
+        lying.be_honest()
+        assert_outcome((await load(loader, pools.unit("again", keys(4, "a"), range(4))))["again"], 4)
+        pools.assert_restored(keys(4, "a"), range(4))
 
 
 async def test_quarantined_memory_is_replaced() -> None:

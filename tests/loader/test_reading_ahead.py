@@ -6,15 +6,30 @@ from collections.abc import Sequence
 
 import anyio
 import pytest
+import torch
 
-from softload import PageStatus
+from softload import (
+    ComponentTransfer,
+    DevicePool,
+    DevicePoolGroup,
+    HitPolicy,
+    PageLoader,
+    PageStatus,
+    PoolName,
+    SaveStatus,
+    TransferUnit,
+    admission,
+)
 from softload.testing import HangingStore, RecordingStore
 
 from .doubles import LyingStore
 from .harness import (
+    PAGE_SIZE,
+    Pools,
     arrived,
     assert_idle,
     assert_outcome,
+    config,
     eventually,
     is_of,
     keys,
@@ -24,6 +39,7 @@ from .harness import (
     opened,
     put,
     settle,
+    slots,
     store,
 )
 
@@ -163,3 +179,44 @@ async def test_without_memory_for_all_of_it_nothing_is_read_ahead() -> None:
         assert missed(outcome)[0] is PageStatus.SHED
         await settle(loader)
         assert_idle(loader)
+
+
+async def test_no_question_is_longer_than_a_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "_SLICE", 32)
+    pools = make_pools(pages=2 * PAGES)
+    recording = RecordingStore(store())
+    async with opened(recording, pools) as loader:
+        await put(loader, pools, keys(PAGES))
+        recording.clear()
+        assert_outcome((await load(loader, pools.unit("a", keys(PAGES), ROWS)))["a"], PAGES)
+        assert [len(call.keys) for call in recording.calls if call.method == "descriptors"] == [32, 8, 32, 32, 32, 24]
+        assert len(set(recording.keys_of("descriptors"))) == 4 * PAGES
+        await settle(loader)
+
+
+async def test_a_unit_that_is_not_simple_holds_nothing_ahead_beside_one_that_is() -> None:
+    mapping = {layer: layer for layer in range(3)}
+
+    def pool(name: PoolName) -> DevicePool:
+        buffers = [torch.zeros(4 * PAGES * PAGE_SIZE, 1, 24, dtype=torch.uint8) for _ in mapping]
+        return DevicePool(name, name, [buffers], mapping, PAGE_SIZE, False)
+
+    def of(name: str, rows: Sequence[int], *, windowed: bool) -> TransferUnit:
+        target = [ComponentTransfer(PoolName.KV, keys(PAGES, name), slots(rows))]
+        if windowed:
+            swa = ComponentTransfer(PoolName.SWA, keys(PAGES, name), slots(rows), HitPolicy.TRAILING_PAGES, 2)
+            target.append(swa)
+        return TransferUnit(name, tuple(target), partial=not windowed)
+
+    pools = Pools(DevicePoolGroup([pool(PoolName.KV), pool(PoolName.SWA)], 3, PAGE_SIZE))
+    both = [of("simple", ROWS, windowed=False), of("windowed", range(PAGES, 2 * PAGES), windowed=True)]
+    async with PageLoader(store(), pools.group, config=config()) as loader:
+        for unit, rows in zip(both, (ROWS, range(PAGES, 2 * PAGES)), strict=True):
+            pools.fill(keys(PAGES, unit.request_id), rows)
+            saved = await loader.save([unit])
+            assert {page.status for page in saved.outcomes[unit.request_id].pages} == {SaveStatus.SAVED}
+        pools.scramble()
+        outcomes = await load(loader, *both)
+        assert_outcome(outcomes["simple"], PAGES)
+        assert_outcome(outcomes["windowed"], PAGES)
+        await settle(loader)
