@@ -487,6 +487,7 @@ async def test_a_suspect_endpoint_gets_no_second_read(monkeypatch: pytest.Monkey
     monkeypatch.setattr(fetches, "_JOIN_SECONDS", 0.9)  # the read is late only after the breaker has opened
     async with joined() as it:
         assert it.loader._context is not None
+        await it.loads.ended("blocker")  # whose good reads would close the breaker
         for _ in range(3):  # other reads failed meanwhile: by hand, since those that start now wait for this one
             it.loader._context.health.endpoint("memory").record(False)
         assert it.loader.statistics().open_breakers == ("memory",)
