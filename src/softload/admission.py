@@ -226,7 +226,7 @@ def _revalidated(
             endpoints[answer.endpoint] = _ask_endpoint(context, answer.endpoint)
         refused = endpoints[answer.endpoint]
         if isinstance(refused, PageStatus):
-            context.health.negative.add(key, refused)
+            context.health.refuse((key,), answer.endpoint, refused)
             return refused
     if size not in (spec.size, spec.target_size):
         return PageStatus.WRONG_SIZE

@@ -168,7 +168,13 @@ class Context:
         if permit is None:
             return [PageStatus.SUPPRESSED] * count
         returned = anyio.Event()
-        call = NativeCall(function, lambda _: returned.set())
+
+        def on_return(call: NativeCall[list[T | PageStatus]]) -> None:
+            returned.set()
+            if call.abandoned and call.value is not None:
+                self.health.master_came_late(call.value, call.elapsed())
+
+        call = NativeCall(function, on_return)
         try:
             self.control.submit(call)
             with self.wait_until(until) as scope:
@@ -177,7 +183,7 @@ class Context:
                 return [PageStatus.CANCELLED] * count
             if scope.cancelled_caught and not call.finished:
                 if call.elapsed() > _FAIR_SECONDS:
-                    self.health.master_timed_out()
+                    self.health.master_timed_out(call)
                 return [PageStatus.TIMED_OUT] * count
             if isinstance(call.error, RefusedError):  # the loader was closed before the call had its turn
                 raise call.error

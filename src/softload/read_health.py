@@ -54,8 +54,10 @@ class ReadHealth:
         elif call.master_answered:
             self._health.record_master([])
         breaker = self._health.endpoint(call.endpoint)
-        if call.timed_out:
-            return  # counted when its waiters gave up
+        if call.timed_out:  # counted when its waiters gave up
+            if PageStatus.LOADED in statuses:
+                breaker.came_late(call.native.elapsed())
+            return
         if PageStatus.TRANSFER_FAILED in statuses or PageStatus.MALFORMED in statuses:
             breaker.record(False)
         elif PageStatus.LOADED in statuses:
@@ -91,14 +93,15 @@ class ReadHealth:
             if part.state is PartState.IN_FLIGHT and call is not None and call.overdue:
                 breaker = self._health.endpoint(call.endpoint)
                 if not call.timed_out:
+                    assert call.native is not None
                     call.timed_out = True
                     self._counters.timed_out_calls += 1
                     if call.endpoint not in call.turn.suspects:
                         call.turn.suspects.add(call.endpoint)
                         breaker.record(False)
+                    self._health.endpoint_timed_out(call.endpoint, call.native, seconds=call.due_seconds)
                 if breaker.is_open:
-                    for key in fetch.keys:
-                        self._health.negative.add(key, PageStatus.TIMED_OUT)
+                    self._health.refuse(fetch.keys, call.endpoint, PageStatus.TIMED_OUT)
 
     def refute(self, fetch: Fetch) -> None:
         """A fetch failed."""
