@@ -227,10 +227,14 @@ class SessionTable:
                     is_second_due = False
                     with suppress(RefusedError):
                         self._ask(start)
-        finally:
-            if not start.done.is_set():
+        except BaseException:  # cancelled, maybe in the step in which it was done: nobody gets to hold them
+            if start.done.is_set():
+                self.release(session for session in start.answers.values() if isinstance(session, Session))
+            else:
                 for session in sessions:
                     session.holders -= 1
+            raise
+        finally:
             self._give_up(start)
         return start.answers
 

@@ -13,6 +13,7 @@ import pytest
 
 from softload import PageStatus
 from softload.health import Health
+from softload.native_calls import NativeCall
 from softload.session_states import Session, SessionState
 from softload.sessions import SessionTable
 from softload.store_calls import StoreCalls
@@ -230,3 +231,23 @@ async def test_restarts_of_one_session_by_several_holders_fail_nobody() -> None:
         assert answers == dict.fromkeys(("first", "second", "waiting"), PageStatus.LOADED)
         sessions.release([session])
         await all_ended(sessions, memory)
+
+
+async def test_a_start_that_is_cancelled_in_the_step_in_which_it_is_done_is_ended() -> None:
+    async with table(max_stuck=9) as (sessions, store, memory):
+        store.hold("session_start")
+        task = asyncio.ensure_future(sessions.acquire(["a", "b"]))
+        assert await asyncio.to_thread(store.wait_held, "session_start", 1)
+        (call,) = sessions._out
+        told = call._on_return
+
+        def done_and_cancelled(call: NativeCall[list[PageStatus]]) -> None:
+            told(call)
+            task.cancel()
+
+        call._on_return = done_and_cancelled
+        store.release()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await all_ended(sessions, memory)
+        assert sessions.statistics().opened == 2
