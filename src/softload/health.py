@@ -51,7 +51,7 @@ class Breaker:
     | state | `allows` | left by |
     | --- | --- | --- |
     | closed | always | 3 of the last 5 outcomes are outages, or it is silent: open |
-    | open | never | the cool-down, or a silence as long as that, is over: half open |
+    | open | never | the cool-down, or the silence, is over: half open |
     | half open | one probe at a time | success: closed; failure: open, twice as long |
 
     The next probe starts when the permit of the last one is back, whatever other calls find out meanwhile.
@@ -136,11 +136,11 @@ class Breaker:
     def came_late(self, seconds: float) -> None:
         """A call that nobody waited for any more is back, with what it was to bring, after so many seconds.
 
-        A silence that was as long as the cool-down is over: whether it lasts is for a probe to find out, now. After a
-        shorter one it may be slow for good, and then it is probed less and less often.
+        The silence is over: whether for good is for a probe to find out, now. Where that has failed before, it may just
+        be slow, and is probed less and less often, unless the silence was as long as the cool-down.
         """
         self._hear()
-        if self._open_until is not None and seconds >= self._cool_down:
+        if self._open_until is not None and (self._cool_down == _COOL_DOWN[0] or seconds >= self._cool_down):
             self._open_until = min(self._open_until, self._clock())
 
     def _hear(self) -> None:

@@ -92,16 +92,17 @@ class ReadHealth:
             call = part.call
             if part.state is PartState.IN_FLIGHT and call is not None and call.overdue:
                 breaker = self._health.endpoint(call.endpoint)
-                if not call.timed_out:
-                    assert call.native is not None
+                is_first = not call.timed_out
+                if is_first:
                     call.timed_out = True
                     self._counters.timed_out_calls += 1
                     if call.endpoint not in call.turn.suspects:
                         call.turn.suspects.add(call.endpoint)
                         breaker.record(False)
-                    self._health.endpoint_timed_out(call.endpoint, call.native, seconds=call.due_seconds)
                 if breaker.is_open:
                     self._health.refuse(fetch.keys, call.endpoint, PageStatus.TIMED_OUT)
+                elif is_first and call.native is not None:
+                    self._health.endpoint_timed_out(call.endpoint, call.native, seconds=call.due_seconds)
 
     def refute(self, fetch: Fetch) -> None:
         """A fetch failed."""
