@@ -189,7 +189,8 @@ class Context:
                 raise call.error
             answers = call.value if call.value is not None else [PageStatus.MALFORMED] * count
             some = PageStatus in set(map(type, answers))  # as a rule none: then nobody looks at each
-            self.health.record_master([answer for answer in answers if isinstance(answer, PageStatus)] if some else [])
+            statuses = [answer for answer in answers if isinstance(answer, PageStatus)] if some else []
+            self.health.record_master(statuses, started_at=call.started_at)
             return list(answers)
         except RefusedError:
             return [PageStatus.SHED] * count

@@ -38,6 +38,9 @@ MAX_ENDPOINTS = 4096
 _WINDOW = 5
 _FAILURES = 3
 _COOL_DOWN = (1.0, 30.0)
+_MASTER_SECONDS = 0.05
+"""More than any question to the master should take."""
+
 _SILENT_SECONDS = 0.5
 """What does not answer for so long is down, and not just slow: no second call is lost to it."""
 
@@ -67,7 +70,9 @@ class Breaker:
         self._probe: Permit | None = None
         self._heard_at = -math.inf
         self.answers = 0
-        """Good outcomes so far."""
+        """Good outcomes so far, late ones too."""
+        self.answered_start = -math.inf
+        """When the last of the calls that had good outcomes started, `time.monotonic`."""
 
     def __repr__(self) -> str:
         return f"<Breaker {self.name}: {'open' if self.is_open else 'closed'}>"
@@ -105,12 +110,13 @@ class Breaker:
         if permit is self._probe:
             self._probe = None
 
-    def record(self, good: bool, permit: Permit | None = None) -> None:
-        """An outcome of a call; with its `permit`, the end of it."""
+    def record(self, good: bool, permit: Permit | None = None, *, started_at: float | None = None) -> None:
+        """An outcome of a call; with its `permit`, the end of it; with its start, where that is known."""
         if permit is not None:
             self.give_back(permit)
         if good:
             self._hear()
+            self.answered_start = max(self.answered_start, started_at or -math.inf)
             self._outcomes.append(True)
             if self._open_until is not None:
                 self._open_until = None
@@ -236,10 +242,10 @@ class Health:
         self._endpoints.move_to_end(name)
         return breaker
 
-    def record_master(self, statuses: list[PageStatus]) -> None:
+    def record_master(self, statuses: list[PageStatus], *, started_at: float | None = None) -> None:
         """One outcome per call that asked the master: unreachable, or not."""
         reached = PageStatus.STORE_UNREACHABLE not in statuses
-        self.master.record(reached)
+        self.master.record(reached, started_at=started_at)
         if reached and self._master_lost:
             self.on_master_back()
         self._master_lost = not reached
@@ -252,23 +258,23 @@ class Health:
     def master_timed_out(self, call: NativeCall[Any]) -> None:
         """A call to the master took too long; it counts at once, not when it returns."""
         self.record_master([PageStatus.STORE_UNREACHABLE])
-        self._doubt(self.master, call, _SILENT_SECONDS)
+        self._doubt(self.master, call, _MASTER_SECONDS)
 
     def master_came_late(self, answers: Sequence[object], seconds: float) -> None:
         """A call to the master that nobody waited for any more is back after so many seconds."""
         if PageStatus.STORE_UNREACHABLE not in answers:
             self.master.came_late(seconds)
 
-    def endpoint_timed_out(self, name: str, call: NativeCall[Any], *, seconds: float) -> None:
-        """A read was waited for in vain, and is still out: where nothing else comes from there for so long, it is down.
+    def endpoint_timed_out(self, name: str, call: NativeCall[Any], *, due: float) -> None:
+        """A read was waited for in vain, and is still out. This is besides its outcome.
 
         Args:
             name: of the endpoint.
             call: the read.
-            seconds: four times what it should have taken; less than half a second is no time at all.
+            due: seconds that it might take, several times what it should.
         """
         if not (self._master_lost or self.master.is_open):  # reads ask the master, too: then it may be that
-            self._doubt(self.endpoint(name), call, max(seconds, _SILENT_SECONDS))
+            self._doubt(self.endpoint(name), call, due)
 
     def refuse(self, keys: Iterable[str], endpoint: str, status: PageStatus) -> None:
         """Remember keys that lie at an endpoint that is down, for as long as it may not be asked."""
@@ -276,8 +282,11 @@ class Health:
         for key in keys:
             self.negative.add(key, status, at_most=at_most)
 
-    def _doubt(self, breaker: Breaker, call: NativeCall[Any], seconds: float) -> None:
-        left = seconds - breaker.silence(call.elapsed())
+    def _doubt(self, breaker: Breaker, call: NativeCall[Any], due: float) -> None:
+        """Open the breaker, now or by the time that nothing has come from there for long enough, if nothing does."""
+        if call.started_at is None or breaker.answered_start >= call.started_at + due / 2:
+            return  # others that set out well after it are back: it is this call, and not all of them
+        left = max(due, _SILENT_SECONDS) - breaker.silence(call.elapsed())
         if left <= 0:
             breaker.trip()
             return

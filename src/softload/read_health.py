@@ -61,7 +61,7 @@ class ReadHealth:
         if PageStatus.TRANSFER_FAILED in statuses or PageStatus.MALFORMED in statuses:
             breaker.record(False)
         elif PageStatus.LOADED in statuses:
-            breaker.record(True)
+            breaker.record(True, started_at=call.native.started_at)
             nbytes = sum(part.nbytes for part in call.live)
             rate = nbytes / max(call.native.elapsed(), 1e-6)
             known = self._rates.pop(call.endpoint, rate)
@@ -102,7 +102,7 @@ class ReadHealth:
                 if breaker.is_open:
                     self._health.refuse(fetch.keys, call.endpoint, PageStatus.TIMED_OUT)
                 elif is_first and call.native is not None:
-                    self._health.endpoint_timed_out(call.endpoint, call.native, seconds=call.due_seconds)
+                    self._health.endpoint_timed_out(call.endpoint, call.native, due=call.due_seconds)
 
     def refute(self, fetch: Fetch) -> None:
         """A fetch failed."""

@@ -25,6 +25,7 @@ from .harness import (
     arrived,
     assert_outcome,
     config,
+    end_time_of,
     eventually,
     is_of,
     keys,
@@ -123,14 +124,16 @@ async def test_loads_that_joined_a_read_that_hangs_restore_everything(
             await put(loader, pools, page_keys)
         recording.clear()
         async with held_up(loader, pools, hanging, method, lanes) as loads:
-            loads.start(pools.unit("stuck", keys(2), range(2), deadline=1.0))
+            loads.start(pools.unit("stuck", keys(2), range(2)))
             await loads.read("stuck")
             for request, page_keys in enumerate(others):
                 loads.start(pools.unit(f"r{request}", page_keys, range(4 * request + 4, 4 * request + 8)))
             await loads.read(*(f"r{request}" for request in range(4)))
             assert loader.statistics().shared_objects == 4 * 2 * objects
             hold_now(hanging, method, nth_of(nth, "k0"))
-            await loads.ended("stuck", *(f"r{request}" for request in range(4)))
+            await loads.ended(*(f"r{request}" for request in range(4)))
+            end_time_of(loader, "stuck")
+            await loads.ended("stuck")
             assert hanging.held(method) == 1
             assert_outcome(loads.outcomes["stuck"], 0, PageStatus.TIMED_OUT)
             for request, page_keys in enumerate(others):

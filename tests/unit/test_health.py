@@ -266,7 +266,7 @@ def out_for(seconds: float) -> NativeCall[list[PageStatus]]:
 def test_what_is_silent_is_down_at_the_first_call_that_is_waited_for_in_vain() -> None:
     clock = ManualClock()
     health = Health(clock=clock)
-    health.endpoint_timed_out("owner", out_for(0.6), seconds=0.2)
+    health.endpoint_timed_out("owner", out_for(0.6), due=0.2)
     assert health.endpoint("owner").refuses and not health.master.is_open
     health.master_timed_out(out_for(0.6))
     assert health.master.refuses
@@ -298,7 +298,7 @@ def test_a_call_that_comes_back_in_time_is_no_silence() -> None:
 
 async def doubted(health: Health, name: str, call: NativeCall[list[PageStatus]], during: Callable[[], None]) -> None:
     """Time a call out, let something happen, and wait until it has been half a second."""
-    health.endpoint_timed_out(name, call, seconds=0.1)
+    health.endpoint_timed_out(name, call, due=0.1)
     assert not health.endpoint(name).is_open
     during()
     await asyncio.sleep(0.2)  # ends after the loop has looked at it again
@@ -307,7 +307,7 @@ async def doubted(health: Health, name: str, call: NativeCall[list[PageStatus]],
 def test_reads_that_hang_beside_a_lost_master_say_nothing_of_their_endpoint() -> None:
     health = Health()
     health.record_master([PageStatus.STORE_UNREACHABLE])
-    health.endpoint_timed_out("owner", out_for(2.0), seconds=0.1)
+    health.endpoint_timed_out("owner", out_for(2.0), due=0.1)
     assert not health.endpoint("owner").is_open
 
 
@@ -336,3 +336,21 @@ def test_what_lies_where_nothing_answers_is_refused_for_no_longer_than_that() ->
     clock.now += 1.3
     assert "a" not in health.negative
     assert health.endpoint("owner").allows()
+
+
+def test_a_call_that_is_out_while_later_ones_are_back_is_one_outcome() -> None:
+    """Also where nothing was asked since, and so nothing came."""
+    clock = ManualClock()
+    health = Health(clock=clock)
+    call = out_for(2.0)
+    assert call.started_at is not None
+    owner = health.endpoint("owner")
+    owner.record(True, started_at=call.started_at + 0.05)
+    health.master.record(True, started_at=call.started_at + 0.05)
+    clock.now += 1.0
+    health.endpoint_timed_out("owner", call, due=0.1)
+    assert not owner.is_open
+    health.endpoint_timed_out("owner", call, due=0.2)  # the other set out with it
+    assert owner.is_open
+    health.master_timed_out(call)
+    assert not health.master.is_open
