@@ -119,7 +119,10 @@ async def _all_returned(rig: Rig) -> None:
         await rig.loader.drain()
 
 
-async def test_stuck_threads_are_replaced_up_to_a_bound_and_then_loads_are_shed(report: Callable[..., None]) -> None:
+async def test_stuck_threads_are_replaced_up_to_a_bound_and_then_loads_are_shed(
+    report: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "_SILENT_SECONDS", 60.0)  # else only one load would be lost to the owner
     pools = make_pools(pages=96, layers=1, width=1024)
     async with cluster(owners=1, pools=pools, deadline=0.4, read_batch_objects=1, stuck_threads=3, read_lanes=2) as rig:
         loader = rig.loader

@@ -259,6 +259,8 @@ async def test_sessions_are_started_again_in_time(monkeypatch: pytest.MonkeyPatc
     """43 layers that take several leases to come: nothing fails, nothing is even read twice."""
     pools = make_pools(layers=43)
     slow = Slow(0.03, lease=0.3)
+    for name in ("_SLOW_START", "_LATE_START"):  # those are measured in real time, of which there may be little
+        monkeypatch.setattr(sessions, name, 60.0)
     init = partialmethod(sessions.SessionTable.__init__, clock=slow.clock)
     monkeypatch.setattr(sessions.SessionTable, "__init__", init)
     async with opened(slow, pools, **RANGES, read_lanes=1, read_batch_objects=1) as loader:
