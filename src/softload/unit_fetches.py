@@ -10,14 +10,13 @@ from typing import Protocol
 from softload.config import Layout
 from softload.context import Context
 from softload.fetches import Fetch, FetchListener, Part, Turn, leaves
-from softload.geometry.layout import ObjectSpec, ranges_by_part
+from softload.geometry.layout import PartRanges
 from softload.grants import Grant
 from softload.landing import Segment, Share
 from softload.outcomes import PageStatus
 from softload.planning import Column, alike, chunks_of, pages_of_chunk, sizes_in_runs
 from softload.protocols import Descriptor
 from softload.read_choice import parts_to_read
-from softload.transfer import PoolName
 from softload.unit_holdings import UnitHoldings
 from softload.unit_pages import UnitPages, Wanted
 
@@ -64,9 +63,8 @@ class UnitFetches:
         self._turn = Turn()
         self._ahead: tuple[tuple[Column, int], ...] = ()
         """Planned before the unit was admitted."""
-        self._parts: tuple[range, ...] = ()
-        """The layers of each part that objects are read in; none where they are read whole."""
-        self._ranges: dict[tuple[PoolName, str, int], list[tuple[range, list[tuple[int, int]]]]] = {}
+        self._parts = PartRanges()
+        """What objects are read in; none where they are read whole."""
         self._is_marked = False
         """Whether what was found while joining costs pages, or their draft."""
         self.descriptors: dict[str, Descriptor | None] = {}
@@ -127,7 +125,7 @@ class UnitFetches:
             await self._be_granted()
         self._conclude()
         waits = None if self._share is Share.PREFETCH else self._layer_seconds
-        self._parts = parts_to_read(self._context, self._pages, self.descriptors, self._spare, waits)
+        self._parts = PartRanges(parts_to_read(self._context, self._pages, self.descriptors, self._spare, waits))
         self._unplanned.extend(chunk for chunk in chunks_of(self._pages.all_columns()) if chunk not in self._ahead)
 
     async def _be_granted(self) -> None:
@@ -324,19 +322,12 @@ class UnitFetches:
             self._listener,
             size=size,
             tailed=config.layout is Layout.GROUPED,
-            ranges=self._ranges_of(column.spec, size),
+            ranges=self._parts.of(column.spec, size),
         )
         parts += fetch.parts
         self.bytes_read += size * fetch.count
         self._held.put(column, page, fetch)
         return fetch.count
-
-    def _ranges_of(self, spec: ObjectSpec, size: int) -> Sequence[tuple[range, Sequence[tuple[int, int]]]]:
-        """The same for all pages of a column: looking at every fragment for every page takes longer than reading."""
-        known = self._ranges.get((spec.pool, spec.part, size))
-        if known is None:
-            known = self._ranges[spec.pool, spec.part, size] = ranges_by_part(spec, self._parts, size)
-        return known
 
     def _finish_planning(self) -> None:
         self._context.planned.discard(self)
