@@ -127,7 +127,10 @@ async def _ask_in_slices(
         found: list[Descriptor | PageStatus] = []
         for some in (keys[:count], keys[count:]):
             for start in range(0, len(some), _SLICE):
-                found += context.calls.descriptors(some[start : start + _SLICE])
+                asked = some[start : start + _SLICE]
+                answers = context.calls.descriptors(asked)
+                context.lender.learn(asked, answers)
+                found += answers
             if len(found) == count > 0:
                 tell_loop(loop, on_first, dict(zip(keys, found, strict=False)))
         return found

@@ -10,13 +10,14 @@ from typing import Any, TypeVar
 
 import anyio
 
-from softload.config import LoaderConfig
+from softload.config import Integrity, Layout, LoaderConfig
 from softload.connection import Connection
 from softload.errors import LoaderClosedError
 from softload.geometry.group import DevicePoolGroup
 from softload.health import Health
 from softload.keys import KeySpace
 from softload.landing import LandingMemory
+from softload.lending import Lender
 from softload.native_calls import CallGroup, NativeCall, RefusedError
 from softload.outcomes import PageStatus
 from softload.pacing import Pacer
@@ -120,6 +121,16 @@ class Context:
     waits: set[anyio.CancelScope] = field(default_factory=set)
     """Of callers in tasks that are not the loader's own; closing ends them."""
     closing: bool = False
+    lender: Lender = field(init=False)
+
+    def __post_init__(self) -> None:
+        config = self.config
+        is_checked = config.layout is Layout.GROUPED and config.integrity is not Integrity.OFF
+        self.lender = Lender(
+            self.calls,
+            lease_ttl=self.connection.lease_ttl,
+            is_wanted=config.direct_reads and is_checked and self.pools.device.type == "cpu",
+        )
 
     def groups(self) -> Iterator[CallGroup]:
         """All threads for blocking calls."""

@@ -161,7 +161,8 @@ def runs(segments: Sequence[Segment]) -> Iterator[tuple[int, Segment]]:
     first, run = 0, segments[0].piece(0, segments[0].count) if segments else None
     for this in segments[1:]:
         assert run is not None
-        if this.arena is run.arena and this.offset == run.offset + run.reserved and this.nbytes == run.nbytes:
+        follows = this.arena is run.arena and this.offset == run.offset + run.reserved
+        if follows and this.nbytes == run.nbytes and this.stride == run.stride:
             run.reserved += this.reserved
             run.count += this.count
             continue

@@ -19,7 +19,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from softload.config import Integrity
 
-__all__ = ["check_tail", "check_tails", "sample_digest", "write_tail"]
+__all__ = ["check_tail", "check_tails", "has_digests", "sample_digest", "write_tail"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -82,6 +82,16 @@ def check_tails(keys: Sequence[str], objects: Bytes, integrity: Integrity) -> li
         is_formed and (not stored or (digest(part, seed=digest(key)) or 1) == stored)
         for is_formed, stored, part, key in zip(formed, wanted, parts, map(str.encode, keys), strict=True)
     ]
+
+
+def has_digests(objects: Bytes) -> list[bool]:
+    """Which objects, uint8 `[objects, payload + 32]`, say what their digest is: those of others need not.
+
+    Such an object can be checked for its length alone, which is no proof of where it lies.
+    """
+    stored = np.ascontiguousarray(objects[:, -_TAIL.size :]).view("<u8")
+    found: list[bool] = (stored[:, 2] != 0).tolist()
+    return found
 
 
 def sample_digest(payload: Bytes, seed: int = 0) -> int:
