@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
-from numpy.lib.stride_tricks import as_strided
 
 from softload.geometry.layout import Fragment
 from softload.landing import Segment
@@ -181,4 +180,4 @@ def rows_of(run: Segment, offset: int, nbytes: int) -> Bytes:
     if offset + nbytes > run.nbytes:
         raise ValueError(f"expected {nbytes} bytes at {offset} within the object, got an object of {run.nbytes} bytes")
     start = run.offset + offset
-    return as_strided(run.arena.memory[start : start + nbytes], (run.count, nbytes), (run.stride, 1))
+    return np.ndarray((run.count, nbytes), np.uint8, run.arena.memory, start, (run.stride, 1))

@@ -14,7 +14,7 @@ from typing import Final
 from softload.config import Integrity
 from softload.copies import Copy, execute, rows_of, runs
 from softload.geometry.layout import Fragment
-from softload.integrity import check_tails, has_digests
+from softload.integrity import check_blocks
 from softload.planning import Column
 from softload.protocols import Clock
 from softload.segments import Segment
@@ -78,11 +78,11 @@ def lent_copies(
 
 
 def lent_batches(copies: Sequence[LentCopy], max_bytes: int) -> Iterator[list[LentCopy]]:
-    """What is copied between two looks at the deadline."""
+    """What is copied, and then proven, between two looks at the deadline: objects of one column."""
     batch: list[LentCopy] = []
     total = 0
     for copy in copies:
-        if batch and total + copy.nbytes > max_bytes:
+        if batch and (total + copy.nbytes > max_bytes or copy.column is not batch[0].column):
             yield batch
             batch, total = [], 0
         batch.append(copy)
@@ -92,30 +92,37 @@ def lent_batches(copies: Sequence[LentCopy], max_bytes: int) -> Iterator[list[Le
 
 
 def copy_lent(calls: StoreCalls, copies: Sequence[LentCopy], *, integrity: Integrity, clock: Clock) -> list[Refuted]:
-    """On a thread: copy, then prove. What is not proven must not be used: it may be anybody's bytes."""
-    refuted: list[Refuted] = []
+    """On a thread: copy, then prove. What is not proven must not be used: it may be anybody's bytes.
+
+    Args:
+        calls: whose store lends.
+        copies: of one column.
+        integrity: how the objects are proven.
+        clock: what leases are measured with.
+    """
+    pages = [page for copy in copies for page in range(copy.first, copy.first + copy.segment.count)]
+    until = min(copy.until for copy in copies)
+    whole = [False] * len(pages)
     with calls.hold() as allowed:
-        for copy in copies:
-            count = copy.segment.count
-            whole = _copied(copy, integrity) if allowed and clock() < copy.until else [False] * count
-            if clock() >= copy.until:
-                whole = [False] * count
-            refuted += [
-                Refuted(copy.column, copy.fragments, copy.first + index) for index, good in enumerate(whole) if not good
-            ]
-    return refuted
+        if allowed and clock() < until:
+            for copy in copies:
+                execute(_parts(copy))
+            column, blocks = copies[0].column, [rows_of(copy.segment, 0, copy.segment.nbytes) for copy in copies]
+            found = check_blocks([column.keys[page] for page in pages], blocks, integrity, needs_digest=True)
+            if clock() < until:
+                whole = found
+    return [
+        Refuted(copies[0].column, copies[0].fragments, page)
+        for page, good in zip(pages, whole, strict=True)
+        if not good
+    ]
 
 
-def _copied(copy: LentCopy, integrity: Integrity) -> list[bool]:
-    column, segment, first = copy.column, copy.segment, copy.first
+def _parts(copy: LentCopy) -> list[Copy]:
+    column, segment = copy.column, copy.segment
     assert column.rows is not None
-    rows = column.rows[first : first + segment.count]
-    execute(
-        [
-            Copy(column.pool.page_views[part.buffer], rows, rows_of(segment, part.offset, part.nbytes))
-            for part in copy.fragments
-        ]
-    )
-    objects = rows_of(segment, 0, segment.nbytes)
-    whole = check_tails(column.keys[first : first + segment.count], objects, integrity)
-    return [good and told for good, told in zip(whole, has_digests(objects), strict=True)]
+    rows = column.rows[copy.first : copy.first + segment.count]
+    return [
+        Copy(column.pool.page_views[part.buffer], rows, rows_of(segment, part.offset, part.nbytes))
+        for part in copy.fragments
+    ]
