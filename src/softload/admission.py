@@ -131,7 +131,7 @@ async def _ask_in_slices(
             for start in range(0, len(some), MOST_OBJECTS):
                 if not is_wanted:  # given up since: the lane, and the master, are there for others
                     return found
-                found += context.calls.descriptors(some[start : start + MOST_OBJECTS])
+                found += context.describe(some[start : start + MOST_OBJECTS])
             if len(found) == count > 0:
                 tell_loop(loop, on_first, dict(zip(keys, found, strict=False)))
         return found

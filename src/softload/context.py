@@ -11,13 +11,14 @@ from typing import Any, TypeVar
 
 import anyio
 
-from softload.config import LoaderConfig
+from softload.config import Integrity, Layout, LoaderConfig
 from softload.connection import Connection
 from softload.errors import LoaderClosedError
 from softload.geometry.group import DevicePoolGroup
 from softload.health import Health
 from softload.keys import KeySpace
 from softload.landing import LandingMemory
+from softload.lending import Lender
 from softload.native_calls import CallGroup, RefusedError
 from softload.outcomes import PageStatus
 from softload.pacing import Pacer
@@ -123,9 +124,17 @@ class Context:
     """Of callers in tasks that are not the loader's own; closing ends them."""
     closing: bool = False
     small_questions: SmallQuestions = field(init=False)
+    lender: Lender = field(init=False)
 
     def __post_init__(self) -> None:
-        self.small_questions = SmallQuestions(self.control, self.calls.descriptors, self.health.master_came_late)
+        config = self.config
+        is_checked = config.layout is Layout.GROUPED and config.integrity is not Integrity.OFF
+        self.lender = Lender(
+            self.calls,
+            lease_ttl=self.connection.lease_ttl,
+            is_wanted=config.direct_reads and is_checked and self.pools.device.type == "cpu",
+        )
+        self.small_questions = SmallQuestions(self.control, self.describe, self.health.master_came_late)
 
     def groups(self) -> Iterator[CallGroup]:
         """All threads for blocking calls."""
@@ -160,6 +169,12 @@ class Context:
                 yield scope
             finally:
                 self.waits.discard(scope)
+
+    def describe(self, keys: Sequence[str]) -> list[Descriptor | PageStatus]:
+        """On a thread: each key's replica, or why there is none; see `Lender.learn`."""
+        answers = self.calls.descriptors(keys)
+        self.lender.learn(keys, answers)
+        return answers
 
     async def ask_master(
         self, function: Callable[[], list[T | PageStatus]], count: int, until: float
