@@ -19,6 +19,7 @@ from softload.health import Permit
 from softload.outcomes import Lookup, PageStatus
 from softload.planning import Column, ComponentPages, boundaries, cut, unit_parts
 from softload.protocols import Descriptor
+from softload.questions import MOST_OBJECTS
 from softload.transfer import HitPolicy, TransferUnit
 from softload.unit_pages import UnitPages, Wanted
 
@@ -34,9 +35,6 @@ Endpoints = dict[str, PageStatus | Permit]
 
 _ASKED_APART = 128
 """Objects of an admission from which on those of the first layers are asked for apart: a millisecond of waiting."""
-
-_SLICE = 512
-"""Objects in one question: making their descriptors holds the interpreter for about a millisecond."""
 
 _FIRST_PAGES = 32
 """Pages in the first call of a lookup; each further call doubles it. Looking leases, so it stops at the first miss."""
@@ -107,7 +105,10 @@ async def ask_descriptors(
         count = sum(len(column.keys) for column in columns[:ahead])
         if len(ask) < len(answers) or len(ask) < _ASKED_APART:  # some are special, or it is not worth it
             count = 0
-        found = await _ask_in_slices(context, ask, count, until, on_ahead)
+        if len(ask) < _ASKED_APART:
+            found = await context.ask_descriptors(ask, until)
+        else:
+            found = await _ask_in_slices(context, ask, count, until, on_ahead)
         answers.update(zip(ask, found, strict=True))
         refuted = zip(ask, found, strict=True) if PageStatus in set(map(type, found)) else ()
         for key, answer in refuted:
@@ -127,10 +128,10 @@ async def _ask_in_slices(
     def ask() -> list[Descriptor | PageStatus]:
         found: list[Descriptor | PageStatus] = []
         for some in (keys[:count], keys[count:]):
-            for start in range(0, len(some), _SLICE):
+            for start in range(0, len(some), MOST_OBJECTS):
                 if not is_wanted:  # given up since: the lane, and the master, are there for others
                     return found
-                found += context.calls.descriptors(some[start : start + _SLICE])
+                found += context.describe(some[start : start + MOST_OBJECTS])
             if len(found) == count > 0:
                 tell_loop(loop, on_first, dict(zip(keys, found, strict=False)))
         return found

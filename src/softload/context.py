@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import anyio
 
-from softload.config import LoaderConfig
+from softload.config import Integrity, Layout, LoaderConfig
 from softload.connection import Connection
 from softload.errors import LoaderClosedError
 from softload.geometry.group import DevicePoolGroup
 from softload.health import Health
 from softload.keys import KeySpace
 from softload.landing import LandingMemory
-from softload.native_calls import CallGroup, NativeCall, RefusedError
+from softload.lending import Lender
+from softload.native_calls import CallGroup, RefusedError
 from softload.outcomes import PageStatus
 from softload.pacing import Pacer
-from softload.protocols import RankConsensus
+from softload.protocols import Descriptor, RankConsensus
+from softload.questions import Question, SmallQuestions
 from softload.reading import Reader
 from softload.request_log import RequestLog
 from softload.sessions import SessionTable
@@ -120,6 +123,18 @@ class Context:
     waits: set[anyio.CancelScope] = field(default_factory=set)
     """Of callers in tasks that are not the loader's own; closing ends them."""
     closing: bool = False
+    small_questions: SmallQuestions = field(init=False)
+    lender: Lender = field(init=False)
+
+    def __post_init__(self) -> None:
+        config = self.config
+        is_checked = config.layout is Layout.GROUPED and config.integrity is not Integrity.OFF
+        self.lender = Lender(
+            self.calls,
+            lease_ttl=self.connection.lease_ttl,
+            is_wanted=config.direct_reads and is_checked and self.pools.device.type == "cpu",
+        )
+        self.small_questions = SmallQuestions(self.control, self.describe, self.health.master_came_late)
 
     def groups(self) -> Iterator[CallGroup]:
         """All threads for blocking calls."""
@@ -155,6 +170,12 @@ class Context:
             finally:
                 self.waits.discard(scope)
 
+    def describe(self, keys: Sequence[str]) -> list[Descriptor | PageStatus]:
+        """On a thread: each key's replica, or why there is none; see `Lender.learn`."""
+        answers = self.calls.descriptors(keys)
+        self.lender.learn(keys, answers)
+        return answers
+
     async def ask_master(
         self, function: Callable[[], list[T | PageStatus]], count: int, until: float
     ) -> list[T | PageStatus]:
@@ -164,21 +185,29 @@ class Context:
             `count` answers; one status for all where there is no answer: `SUPPRESSED` while the master's breaker is
             open, `SHED` without a thread for it, `TIMED_OUT`.
         """
+
+        def begin() -> tuple[Question[T], int]:
+            question = Question(function, self.health.master_came_late)
+            self.control.submit(question.call)
+            return question, 0
+
+        return await self._ask(begin, count, until)
+
+    async def ask_descriptors(self, keys: Sequence[str], until: float) -> list[Descriptor | PageStatus]:
+        """`ask_master` for a few different keys' descriptors, in one call with what others ask for in the same turn."""
+        return await self._ask(partial(self.small_questions.add, keys), len(keys), until)
+
+    async def _ask(
+        self, begin: Callable[[], tuple[Question[T], int]], count: int, until: float
+    ) -> list[T | PageStatus]:
         permit = self.health.master.allows()
         if permit is None:
             return [PageStatus.SUPPRESSED] * count
-        returned = anyio.Event()
-
-        def on_return(call: NativeCall[list[T | PageStatus]]) -> None:
-            returned.set()
-            if call.abandoned and call.value is not None:
-                self.health.master_came_late(call.value, call.elapsed())
-
-        call = NativeCall(function, on_return)
         try:
-            self.control.submit(call)
-            with self.wait_until(until) as scope:
-                await returned.wait()
+            question, first = begin()
+            call = question.call
+            with question.asked(), self.wait_until(until) as scope:
+                await question.returned.wait()
             if self.closing and not call.finished:
                 return [PageStatus.CANCELLED] * count
             if scope.cancelled_caught and not call.finished:
@@ -187,14 +216,15 @@ class Context:
                 return [PageStatus.TIMED_OUT] * count
             if isinstance(call.error, RefusedError):  # the loader was closed before the call had its turn
                 raise call.error
-            answers = call.value if call.value is not None else [PageStatus.MALFORMED] * count
+            if call.value is None:
+                answers: list[T | PageStatus] = [PageStatus.MALFORMED] * count
+            else:
+                answers = call.value[first : first + count]
             some = PageStatus in set(map(type, answers))  # as a rule none: then nobody looks at each
             statuses = [answer for answer in answers if isinstance(answer, PageStatus)] if some else []
             self.health.record_master(statuses, started_at=call.started_at)
-            return list(answers)
+            return answers
         except RefusedError:
             return [PageStatus.SHED] * count
         finally:
             permit.give_back()
-            if not call.finished and not call.withdraw():
-                call.abandon()

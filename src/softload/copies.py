@@ -8,14 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
-from numpy.lib.stride_tricks import as_strided
 
 from softload.geometry.layout import Fragment
 from softload.landing import Segment
 from softload.planning import Column
 from softload.transfer import Fence
 
-__all__ = ["Copy", "chunks", "copies_in", "copies_out", "execute", "rows_of", "runs", "wait_for", "zeros"]
+__all__ = ["Copy", "chunks", "copies_in", "copies_out", "execute", "objects_of", "runs", "wait_for", "zeros"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -39,7 +38,7 @@ class Copy:
     @property
     def nbytes(self) -> int:
         """Bytes that it moves."""
-        return len(self.rows) * self.pages.shape[1]
+        return len(self.rows) * self.pages.shape[1] if self.landing is None else self.landing.size
 
     def run(self) -> None:
         """Copy; on an accelerator the copy may still be under way when this returns."""
@@ -93,24 +92,13 @@ def chunks(copies: Iterable[Copy], max_bytes: int) -> Iterator[list[Copy]]:
     batch: list[Copy] = []
     total = 0
     for copy in copies:
-        width = max(1, copy.pages.shape[1])
-        step = max(1, max_bytes // width)
-        for first in range(0, len(copy.rows), step):
-            part = (
-                copy
-                if step >= len(copy.rows)
-                else Copy(
-                    copy.pages,
-                    copy.rows[first : first + step],
-                    None if copy.landing is None else copy.landing[first : first + step],
-                    copy.outward,
-                )
-            )
-            if batch and total + part.nbytes > max_bytes:
+        for part in (copy,) if 0 < copy.nbytes <= max_bytes else _parts(copy, max_bytes):
+            nbytes = part.nbytes
+            if batch and total + nbytes > max_bytes:
                 yield batch
                 batch, total = [], 0
             batch.append(part)
-            total += part.nbytes
+            total += nbytes
     if batch:
         yield batch
 
@@ -119,9 +107,9 @@ def execute(copies: Sequence[Copy]) -> None:
     """Run copies and wait until they are complete on their device."""
     for copy in copies:
         copy.run()
-    devices = {copy.pages.device for copy in copies if copy.pages.device.type != "cpu"}
-    for device in devices:
-        torch.accelerator.current_stream(device).synchronize()
+    for device in {copy.pages.device for copy in copies}:
+        if device.type != "cpu":
+            torch.accelerator.current_stream(device).synchronize()
 
 
 def wait_for(fence: Fence | None) -> None:
@@ -144,16 +132,28 @@ def _copies(
 ) -> list[Copy]:
     assert column.rows is not None
     rows = column.rows[pages]
-    return [
-        Copy(
-            column.pool.page_views[fragment.buffer],
-            rows[first : first + run.count],
-            rows_of(run, fragment.offset, fragment.nbytes),
-            outward,
-        )
-        for first, run in runs(segments)
-        for fragment in fragments
-    ]
+    views = column.pool.page_views
+    copies: list[Copy] = []
+    for first, run in runs(segments):
+        mine = rows[first : first + run.count]
+        objects = objects_of(run)
+        for fragment in fragments:
+            end = fragment.offset + fragment.nbytes
+            if end > run.nbytes:
+                raise ValueError(
+                    f"pool {column.pool.name}: expected {fragment.nbytes} bytes at {fragment.offset} within "
+                    f"the object, got an object of {run.nbytes} bytes"
+                )
+            copies.append(Copy(views[fragment.buffer], mine, objects[:, fragment.offset : end], outward))
+    return copies
+
+
+def _parts(copy: Copy, max_bytes: int) -> Iterator[Copy]:
+    """A copy in pieces of at most so many bytes; a single row may be larger."""
+    step = max(1, max_bytes // max(1, copy.pages.shape[1]))
+    for first in range(0, len(copy.rows), step):
+        landing = None if copy.landing is None else copy.landing[first : first + step]
+        yield Copy(copy.pages, copy.rows[first : first + step], landing, copy.outward)
 
 
 def runs(segments: Sequence[Segment]) -> Iterator[tuple[int, Segment]]:
@@ -161,7 +161,8 @@ def runs(segments: Sequence[Segment]) -> Iterator[tuple[int, Segment]]:
     first, run = 0, segments[0].piece(0, segments[0].count) if segments else None
     for this in segments[1:]:
         assert run is not None
-        if this.arena is run.arena and this.offset == run.offset + run.reserved and this.nbytes == run.nbytes:
+        follows = this.arena is run.arena and this.offset == run.offset + run.reserved
+        if follows and this.nbytes == run.nbytes and this.stride == run.stride:
             run.reserved += this.reserved
             run.count += this.count
             continue
@@ -171,13 +172,6 @@ def runs(segments: Sequence[Segment]) -> Iterator[tuple[int, Segment]]:
         yield first, run
 
 
-def rows_of(run: Segment, offset: int, nbytes: int) -> Bytes:
-    """Bytes of each of a segment's objects: a view, uint8 `[objects, nbytes]`, each row contiguous.
-
-    Raises:
-        ValueError: they lie beyond the object's end.
-    """
-    if offset + nbytes > run.nbytes:
-        raise ValueError(f"expected {nbytes} bytes at {offset} within the object, got an object of {run.nbytes} bytes")
-    start = run.offset + offset
-    return as_strided(run.arena.memory[start : start + nbytes], (run.count, nbytes), (run.stride, 1))
+def objects_of(run: Segment) -> Bytes:
+    """The bytes of a segment's objects: a view, uint8 `[objects, bytes]`, each row contiguous."""
+    return np.ndarray((run.count, run.nbytes), np.uint8, run.arena.memory, run.offset, (run.stride, 1))

@@ -13,7 +13,7 @@ from enum import Enum
 from itertools import pairwise
 from typing import Final, Protocol
 
-from softload.landing import Segment
+from softload.landing import Segment, SegmentState
 from softload.native_calls import NativeCall
 from softload.outcomes import PageStatus
 from softload.protocols import Descriptor
@@ -29,6 +29,7 @@ __all__ = [
     "ReadAnswers",
     "ReadCall",
     "Turn",
+    "by_unit",
     "leaves",
 ]
 
@@ -70,7 +71,7 @@ class FetchListener(Protocol):
 class Part:
     """What one native call reads of a fetch: all of it, or the ranges of a group of layers of one object."""
 
-    __slots__ = ("call", "failure", "fetch", "layers", "nbytes", "pieces", "ranges", "state")
+    __slots__ = ("call", "failure", "fetch", "layers", "nbytes", "pieces", "ranges", "state", "suspects")
 
     def __init__(self, fetch: Fetch, ranges: Sequence[tuple[int, int]] = (), layers: range | None = None) -> None:
         self.fetch = fetch
@@ -83,6 +84,8 @@ class Part:
         self.failure: PageStatus | None = None
         """Why it was read once more."""
         self.call: ReadCall | None = None
+        self.suspects: set[str] = set()
+        """Its unit's, once it is submitted: see `Turn`."""
 
     def serves(self, layers: range) -> bool:
         """Whether any of `layers` needs it."""
@@ -96,6 +99,15 @@ def leaves(parts: Iterable[Part]) -> Iterator[Part]:
             yield from leaves(part.pieces)
         else:
             yield part
+
+
+def by_unit(parts: Iterable[Part]) -> Iterator[tuple[set[str], list[Part]]]:
+    """Parts that were submitted by one unit, with its suspects, in the order in which units first come."""
+    found: dict[int, list[Part]] = {}
+    for part in parts:
+        found.setdefault(id(part.suspects), []).append(part)
+    for same in found.values():
+        yield same[0].suspects, same
 
 
 class Fetch:
@@ -166,6 +178,11 @@ class Fetch:
         return self.status is not PageStatus.LOADED
 
     @property
+    def is_lent(self) -> bool:
+        """Whether its bytes are where the store has them, and not proven before they are copied."""
+        return self.segment.state is SegmentState.LENT
+
+    @property
     def landed(self) -> bool:
         """Whether all of it is here and checked."""
         parts = self.parts
@@ -203,6 +220,7 @@ class Fetch:
             piece.has_second, piece.keep_until = self.has_second, self.keep_until
             mine = piece.parts[0]
             mine.state, mine.failure, mine.call = part.state, part.failure, part.call
+            mine.suspects = part.suspects
             pieces.append(piece)
         part.pieces = tuple(piece.parts[0] for piece in pieces)
         if part.call is not None and part in part.call.relied_on:
@@ -257,7 +275,7 @@ class Turn:
 
 
 class ReadCall:
-    """One native read: the parts of objects of one endpoint."""
+    """One native read: the parts of objects of one endpoint, of one unit or of several whose turns it is."""
 
     __slots__ = (
         "alarm",
@@ -273,12 +291,10 @@ class ReadCall:
         "running",
         "session_starts",
         "timed_out",
-        "turn",
     )
 
-    def __init__(self, endpoint: str, parts: list[Part], turn: Turn, *, ranged: bool) -> None:
+    def __init__(self, endpoint: str, parts: list[Part], *, ranged: bool) -> None:
         self.endpoint = endpoint
-        self.turn = turn
         self.parts = parts
         self.ranged = ranged
         self.live: list[Part] = []
@@ -309,6 +325,16 @@ class ReadCall:
     def due_seconds(self) -> float:
         """How long it may take before nobody joins it any more."""
         return max(_JOIN_SECONDS, _JOIN_FACTOR * self.expected)
+
+    def take_in(self, other: ReadCall, max_bytes: int, max_objects: int) -> bool:
+        """Read what a call of another unit would too, if both are small, and neither has begun. False where not."""
+        if self.ranged or other.ranged or self.label or other.label:
+            return False
+        parts = [*self.parts, *other.parts]
+        if sum(part.nbytes for part in parts) > max_bytes or sum(part.fetch.count for part in parts) > max_objects:
+            return False
+        self.parts = parts
+        return True
 
     def give_up(self, part: Part) -> None:
         """Nobody relies on it for this part any more; a call of which that holds for every part leaves its lane."""

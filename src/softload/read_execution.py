@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from softload.config import Integrity
-from softload.copies import rows_of, runs
+from softload.copies import objects_of, runs
 from softload.fetches import Part, ReadAnswers, ReadCall
 from softload.integrity import check_tails
 from softload.outcomes import PageStatus
@@ -74,7 +74,7 @@ def _broken(keys: Sequence[str], parts: Sequence[Part], integrity: Integrity) ->
     """Which objects' bytes are not whole, or not their own, as far as their tails tell."""
     broken: list[int] = []
     for first, run in runs([part.fetch.segment for part in parts]):
-        whole = check_tails(keys[first : first + run.count], rows_of(run, 0, run.nbytes), integrity)
+        whole = check_tails(keys[first : first + run.count], objects_of(run), integrity)
         if not all(whole):
             broken += [first + index for index, good in enumerate(whole) if not good]
     return broken

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import structlog
@@ -13,7 +14,7 @@ from softload import events
 from softload.config import LoaderConfig
 from softload.cost_model import CostModel
 from softload.fetch_table import FetchTable
-from softload.fetches import Fetch, FetchListener, Part, PartState, ReadAnswers, ReadCall, Turn, leaves
+from softload.fetches import Fetch, FetchListener, Part, PartState, ReadAnswers, ReadCall, Turn, by_unit, leaves
 from softload.health import Health
 from softload.landing import LandingMemory, Segment, SegmentState
 from softload.native_calls import CallGroup, NativeCall, RefusedError
@@ -32,6 +33,9 @@ from softload.telemetry import Counters
 __all__ = ["Reader"]
 
 _log = structlog.get_logger(__name__)
+
+_TOGETHER_BYTES = 4 << 20
+"""Units whose turn it is are read from together up to so much: a call of their own takes longer than so few bytes."""
 
 
 class Reader:
@@ -69,9 +73,12 @@ class Reader:
         self._clock = clock
         self._table = FetchTable()
         self._health = ReadHealth(health, counters)
-        self._ranged = RangedReads(self, sessions)
+        self._ranged = RangedReads(self, sessions, self._health.costs, clock=clock)
         self._seconds = SecondReads(self, landing, health, counters)
         self._turn = 0.0
+        self._queued: dict[tuple[str, float, bool], ReadCall] = {}
+        """Calls that no thread has yet, by endpoint, turn, and whether they run alone there: the last of each."""
+        self._together = (min(config.read_batch_bytes, _TOGETHER_BYTES), config.read_batch_objects)
         lanes, stuck = config.read_lanes, config.stuck_threads
         self.group = CallGroup("read", width=lanes, max_stuck=stuck, at_a_time=config.endpoint_lanes)
         self._removals = CallGroup("remove", width=1, max_stuck=1)
@@ -213,34 +220,44 @@ class Reader:
         alone = {endpoint for endpoint, _ in batches} if turn.is_first else set()
         turn.is_first = turn.is_first and not batches
         for endpoint, items in batches:
-            call = ReadCall(endpoint, items, turn, ranged=ranged)
             turn.tag = max(turn.tag, self._turn) + 1.0
+            for part in items:
+                part.suspects = turn.suspects
+            place = (endpoint, turn.tag, endpoint in alone)
+            alone.discard(endpoint)
+            call, queued = ReadCall(endpoint, items, ranged=ranged), self._queued.get(place)
+            if queued is not None and not self.group.saturated and queued.take_in(call, *self._together):
+                continue
             native = NativeCall(
                 lambda call=call: execute_read(self._calls, call, self._config.integrity),  # type: ignore[misc]
                 lambda _, call=call: self._returned(call),  # type: ignore[misc]
                 prepare=lambda call=call: self._prepare(call),  # type: ignore[misc]
                 priority=turn.tag,
                 kind=endpoint,
-                alone=endpoint in alone,
+                alone=place[2],
             )
-            alone.discard(endpoint)
             native.label = call.label
             call.native = native
+            self._queued[place] = call
             try:
                 self.group.submit(native)
             except RefusedError:
+                del self._queued[place]
                 self.fail(items, PageStatus.SHED)
 
     def _prepare(self, call: ReadCall) -> bool:
         """On the loop, right before a thread gets the call: what nobody wants any more is not read."""
-        assert call.native is not None
-        self._turn = max(self._turn, call.native.priority)
+        assert (native := call.native) is not None
+        self._turn = max(self._turn, native.priority)
+        place = (call.endpoint, native.priority, native.alone)
+        if self._queued.get(place) is call:
+            del self._queued[place]
         live = [part for part in leaves(call.parts) if part.state is PartState.QUEUED and part.fetch.listeners]
         if live and self._landing.refuses(call.endpoint):
             self.fail(live, PageStatus.SHED)
             return False
         if self._ranged.put_off(live):  # its lease ran down while the call was queued
-            self._spawn(lambda: self._ranged.go_on(live, Turn(call.turn.suspects)))
+            self._spawn(lambda: self._ranged.go_on(live, Turn(live[0].suspects)))
             return False
         for part in live:
             part.state = PartState.IN_FLIGHT
@@ -293,12 +310,12 @@ class Reader:
                 self.fail([part], status)
         for listener in landed:
             listener.wake()
-        if again:
-            turn = Turn(call.turn.suspects)
+        for suspects, of_one in by_unit(again):
             if call.ranged:
-                self._spawn(lambda: self._ranged.go_on(again, turn, force_up_to=call.session_starts))
+                starts = call.session_starts
+                self._spawn(partial(self._ranged.go_on, of_one, Turn(suspects), force_up_to=starts))
             else:
-                self.submit(again, turn, ranged=False)
+                self.submit(of_one, Turn(suspects), ranged=False)
 
     def _land(self, part: Part) -> None:
         part.state = PartState.LANDED

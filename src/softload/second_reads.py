@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from softload.callbacks import callback_context
-from softload.fetches import Fetch, FetchListener, Part, PartState, ReadCall, Turn, leaves
+from softload.fetches import Fetch, FetchListener, Part, PartState, ReadCall, Turn, by_unit, leaves
 from softload.health import Health
 from softload.landing import LandingMemory, Segment
 from softload.outcomes import PageStatus
@@ -185,8 +185,11 @@ class SecondReads:
             )
             relay.second.has_second = True
             self._begin(relay)
+            for part in relay.second.parts:
+                part.suspects = first.parts[0].suspects
             parts += relay.second.parts
-        self._reads.read(parts, Turn(call.turn.suspects))
+        for suspects, of_one in by_unit(parts):
+            self._reads.read(of_one, Turn(suspects))
 
     def _begin(self, relay: _Relay) -> None:
         relay.first.has_second = True

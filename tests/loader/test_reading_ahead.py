@@ -182,7 +182,7 @@ async def test_without_memory_for_all_of_it_nothing_is_read_ahead() -> None:
 
 
 async def test_no_question_is_longer_than_a_slice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "_SLICE", 32)
+    monkeypatch.setattr(admission, "MOST_OBJECTS", 32)
     pools = make_pools(pages=2 * PAGES)
     recording = RecordingStore(store())
     async with opened(recording, pools) as loader:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from softload import PageStatus
 from softload.fetch_table import FetchTable
-from softload.fetches import Fetch, PartState, ReadCall, Turn, leaves
+from softload.fetches import Fetch, PartState, ReadCall, leaves
 from softload.landing import LandingMemory, Share
 
 SIZE = 100
@@ -58,7 +58,7 @@ def test_pieces_of_pieces_lead_to_every_object_once(count: int, data: st.DataObj
     table, whole = made(count)
     places = [whole.segment.piece(index, 1).pointer for index in range(count)]
     first, second = Unit(whole), Unit(whole)
-    call = ReadCall("", list(whole.parts), Turn(), ranged=False)
+    call = ReadCall("", list(whole.parts), ranged=False)
     call.live, call.relied_on = call.parts, set(call.parts)
     whole.parts[0].call, whole.parts[0].state = call, PartState.IN_FLIGHT
     for _ in range(data.draw(st.integers(1, 5))):
