@@ -364,8 +364,13 @@ def test_the_kernel_is_asked_once_which_ports_are_ours(
     store: MooncakeStore, native: Native, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other ranks of this host are endpoints like this one: none of them costs a load a look at all sockets."""
-    looks: list[None] = []
-    monkeypatch.setattr("softload.stores.mooncake.listening_ports", lambda: looks.append(None) or {7000: False})
+    looks: list[int] = []
+
+    def look() -> dict[int, bool]:
+        looks.append(len(looks))
+        return {7000: False}
+
+    monkeypatch.setattr("softload.stores.mooncake.listening_ports", look)
     monkeypatch.setattr(store, "_segment", 1 << 24)
     native.answers["get_hostname"] = "127.0.0.1:1"
     for rank in range(8):
