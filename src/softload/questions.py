@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
-import anyio
-
 from softload.native_calls import CallGroup, NativeCall, RefusedError
 from softload.outcomes import PageStatus
 from softload.protocols import Descriptor
@@ -31,7 +29,7 @@ class Question(Generic[T]):
     __slots__ = ("_askers", "call", "returned")
 
     def __init__(self, function: Callable[[], list[T | PageStatus]]) -> None:
-        self.returned = anyio.Event()
+        self.returned = asyncio.Event()
         self.call: NativeCall[list[T | PageStatus]] = NativeCall(function, lambda _: self.returned.set())
         self._askers = 0
 

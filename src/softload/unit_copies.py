@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from functools import partial
 
@@ -89,7 +90,7 @@ class UnitCopies:
         """Copy chunks on as many lanes as there are; they never touch the same bytes. False once one has failed."""
         errors: list[Exception] = []
         running: set[NativeCall[None]] = set()
-        returned = anyio.Event()
+        returned = asyncio.Event()
 
         def back(call: NativeCall[None]) -> None:
             running.discard(call)
@@ -112,11 +113,12 @@ class UnitCopies:
                 await returned.wait()
         finally:
             # Failed or cancelled: what has not started never will, what has started ends before anybody goes on.
-            running.difference_update([call for call in list(running) if call.withdraw()])
-            with anyio.CancelScope(shield=True):
-                while running:
-                    returned = anyio.Event()
-                    await returned.wait()
+            if running:
+                running.difference_update([call for call in list(running) if call.withdraw()])
+                with anyio.CancelScope(shield=True):
+                    while running:
+                        returned = asyncio.Event()
+                        await returned.wait()
         if errors:
             self._context.log.tell(
                 _log.error, events.COPY_FAILED, request_id=self._wants.request_id, error=repr(errors[0])
