@@ -14,10 +14,13 @@ from peers.theirs import Bare, SGLangLinker, rank_of, sglang_is_here
 from softload import Integrity, Layout, LoaderConfig, PageLoader
 from softload.config import ReadMode
 
-__all__ = ["Bench", "LAYER_TIMES", "landing_for", "measure_case", "open_bench", "settle"]
+__all__ = ["Bench", "LANDED", "LAYER_TIMES", "landing_for", "measure_case", "open_bench", "settle"]
 
 LAYER_TIMES = (0.0, 0.001, 0.002, 0.005, 0.010)
 """Seconds that a forward takes a layer."""
+
+LANDED = "grouped, landed"
+"""The side that takes what lies in this process by landing memory too."""
 
 _MIB = 1 << 20
 
@@ -102,9 +105,10 @@ async def measure_case(case: Case, *, owners: int, rounds: int, layer_times: Seq
         page = await bench.loader(Layout.PAGE)
         whole = await bench.loader(Layout.PAGE, read_mode=ReadMode.WHOLE)
         ranges = await bench.loader(Layout.PAGE, read_mode=ReadMode.RANGES)
-        sides: dict[str, Side] = {}
-        for name, loader in (("grouped", grouped), ("page", page), ("page, whole", whole), ("page, ranges", ranges)):
-            sides[name] = _ours(loader, bench)
+        loaders = {"grouped": grouped, "page": page, "page, whole": whole, "page, ranges": ranges}
+        if not owners:  # what lies in this process is copied from there, by `grouped`
+            loaders[LANDED] = await bench.loader(Layout.GROUPED, integrity=Integrity.SAMPLE, direct_reads=False)
+        sides: dict[str, Side] = {name: _ours(loader, bench) for name, loader in loaders.items()}
         linker = SGLangLinker(workload, bench.store.native) if with_sglang else None
         if linker is not None:
 

@@ -13,7 +13,7 @@ from softload.copies import Copy
 from softload.outcomes import PageStatus
 from softload.protocols import Answer, Descriptor
 from softload.stores.embedded import EmbeddedMooncakeStore
-from softload.stores.wrapper import WrapperStore
+from softload.stores.wrapper import LendingWrapperStore
 
 __all__ = ["COPIES", "ClockedStore", "SharedStore", "load", "save"]
 
@@ -71,7 +71,7 @@ class ClockedStore(EmbeddedMooncakeStore):
             return super().session_start(keys)
 
 
-class SharedStore(WrapperStore):
+class SharedStore(LendingWrapperStore):
     """One loader's own store, as a loader wants it; all of them go to the one that is open already."""
 
     def open(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from bisect import bisect_left
 
 import numpy as np
@@ -43,6 +44,15 @@ class Arena:
         self.free_bytes = nbytes
         self._offsets = [0]
         self._lengths = [nbytes]
+
+    @classmethod
+    def of_others(cls, addresses: range) -> Arena:
+        """Memory of this process that is somebody else's: nothing of it is ever free. To be read while it lasts."""
+        arena = cls.__new__(cls)
+        arena.pointer, arena.nbytes, arena.free_bytes = addresses.start, len(addresses), 0
+        arena.memory = np.ctypeslib.as_array((ctypes.c_uint8 * len(addresses)).from_address(addresses.start))
+        arena._offsets, arena._lengths = [], []
+        return arena
 
     @property
     def is_unused(self) -> bool:

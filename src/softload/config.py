@@ -84,6 +84,8 @@ class LoaderConfig:
         read_batch_bytes: bytes in one read call at most.
         read_batch_objects: objects in one read call at most.
         copy_chunk_bytes: bytes copied between two looks at the deadline.
+        direct_reads: of `Layout.GROUPED` with a digest, copy streamed objects that lie in this process's own segment
+            from there, instead of by landing memory, where the pools are in the CPU's memory.
         hold_limit: how long landed pages stay pinned for a prefetch that does not place them.
         prefetch_ttl: how long landed bytes of ended prefetches may serve later units.
         negative_entries: keys in the negative cache at most.
@@ -115,6 +117,7 @@ class LoaderConfig:
     read_batch_bytes: int = 16 * MIB
     read_batch_objects: int = 256
     copy_chunk_bytes: int = 8 * MIB
+    direct_reads: bool = True
     hold_limit: float = 30.0
     prefetch_ttl: float = 10.0
     negative_entries: int = 65_536

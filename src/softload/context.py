@@ -11,13 +11,14 @@ from typing import Any, TypeVar
 
 import anyio
 
-from softload.config import LoaderConfig
+from softload.config import Integrity, Layout, LoaderConfig
 from softload.connection import Connection
 from softload.errors import LoaderClosedError
 from softload.geometry.group import DevicePoolGroup
 from softload.health import Health
 from softload.keys import KeySpace
 from softload.landing import LandingMemory
+from softload.lending import Lender
 from softload.native_calls import CallGroup, RefusedError
 from softload.outcomes import PageStatus
 from softload.pacing import Pacer
@@ -123,9 +124,17 @@ class Context:
     """Of callers in tasks that are not the loader's own; closing ends them."""
     closing: bool = False
     small_questions: SmallQuestions = field(init=False)
+    lender: Lender = field(init=False)
 
     def __post_init__(self) -> None:
-        self.small_questions = SmallQuestions(self.control, self.calls.descriptors)
+        config = self.config
+        is_checked = config.layout is Layout.GROUPED and config.integrity is not Integrity.OFF
+        self.lender = Lender(
+            self.calls,
+            lease_ttl=self.connection.lease_ttl,
+            is_wanted=config.direct_reads and is_checked and self.pools.device.type == "cpu",
+        )
+        self.small_questions = SmallQuestions(self.control, self.describe, self.health.master_came_late)
 
     def groups(self) -> Iterator[CallGroup]:
         """All threads for blocking calls."""
@@ -161,6 +170,12 @@ class Context:
             finally:
                 self.waits.discard(scope)
 
+    def describe(self, keys: Sequence[str]) -> list[Descriptor | PageStatus]:
+        """On a thread: each key's replica, or why there is none; see `Lender.learn`."""
+        answers = self.calls.descriptors(keys)
+        self.lender.learn(keys, answers)
+        return answers
+
     async def ask_master(
         self, function: Callable[[], list[T | PageStatus]], count: int, until: float
     ) -> list[T | PageStatus]:
@@ -172,7 +187,7 @@ class Context:
         """
 
         def begin() -> tuple[Question[T], int]:
-            question = Question(function)
+            question = Question(function, self.health.master_came_late)
             self.control.submit(question.call)
             return question, 0
 
@@ -197,7 +212,7 @@ class Context:
                 return [PageStatus.CANCELLED] * count
             if scope.cancelled_caught and not call.finished:
                 if call.elapsed() > _FAIR_SECONDS:
-                    self.health.master_timed_out()
+                    self.health.master_timed_out(call)
                 return [PageStatus.TIMED_OUT] * count
             if isinstance(call.error, RefusedError):  # the loader was closed before the call had its turn
                 raise call.error
@@ -206,7 +221,8 @@ class Context:
             else:
                 answers = call.value[first : first + count]
             some = PageStatus in set(map(type, answers))  # as a rule none: then nobody looks at each
-            self.health.record_master([answer for answer in answers if isinstance(answer, PageStatus)] if some else [])
+            statuses = [answer for answer in answers if isinstance(answer, PageStatus)] if some else []
+            self.health.record_master(statuses, started_at=call.started_at)
             return answers
         except RefusedError:
             return [PageStatus.SHED] * count

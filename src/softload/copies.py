@@ -161,7 +161,8 @@ def runs(segments: Sequence[Segment]) -> Iterator[tuple[int, Segment]]:
     first, run = 0, segments[0].piece(0, segments[0].count) if segments else None
     for this in segments[1:]:
         assert run is not None
-        if this.arena is run.arena and this.offset == run.offset + run.reserved and this.nbytes == run.nbytes:
+        follows = this.arena is run.arena and this.offset == run.offset + run.reserved
+        if follows and this.nbytes == run.nbytes and this.stride == run.stride:
             run.reserved += this.reserved
             run.count += this.count
             continue
@@ -173,5 +174,4 @@ def runs(segments: Sequence[Segment]) -> Iterator[tuple[int, Segment]]:
 
 def objects_of(run: Segment) -> Bytes:
     """The bytes of a segment's objects: a view, uint8 `[objects, bytes]`, each row contiguous."""
-    memory = run.arena.memory[run.offset : run.offset + run.reserved]
-    return memory.reshape(run.count, run.stride)[:, : run.nbytes]
+    return np.ndarray((run.count, run.nbytes), np.uint8, run.arena.memory, run.offset, (run.stride, 1))

@@ -13,7 +13,7 @@ from enum import Enum
 from itertools import pairwise
 from typing import Final, Protocol
 
-from softload.landing import Segment
+from softload.landing import Segment, SegmentState
 from softload.native_calls import NativeCall
 from softload.outcomes import PageStatus
 from softload.protocols import Descriptor
@@ -176,6 +176,11 @@ class Fetch:
     def failed(self) -> bool:
         """Whether a part has failed: then the whole object has."""
         return self.status is not PageStatus.LOADED
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether its bytes are where the store has them, and not proven before they are copied."""
+        return self.segment.state is SegmentState.LENT
 
     @property
     def landed(self) -> bool:

@@ -15,11 +15,10 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 import xxhash
-from numpy.lib.stride_tricks import as_strided
 
 from softload.config import Integrity
 
-__all__ = ["check_tail", "check_tails", "sample_digest", "write_tail"]
+__all__ = ["check_blocks", "check_tail", "check_tails", "sample_digest", "write_tail"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -62,24 +61,43 @@ def check_tails(keys: Sequence[str], objects: Bytes, integrity: Integrity) -> li
         objects: uint8 `[objects, payload + 32]`, each row contiguous.
         integrity: see `check_tail`.
     """
-    size = objects.shape[1] - _TAIL.size
-    payloads = objects[:, :size]
-    kinds, lengths, samples, fulls = np.ascontiguousarray(objects[:, size:]).view("<u8").T
+    return check_blocks(keys, [objects], integrity)
+
+
+def check_blocks(
+    keys: Sequence[str], blocks: Sequence[Bytes], integrity: Integrity, *, needs_digest: bool = False
+) -> list[bool]:
+    """`check_tails` of objects of one size that lie here and there.
+
+    Args:
+        keys: of all objects, one after another.
+        blocks: the objects, as in `check_tails`.
+        integrity: see `check_tail`.
+        needs_digest: refuse an object that does not say what its digest is, instead of checking its length alone.
+    """
+    size = blocks[0].shape[1] - _TAIL.size
+    tails = [block[:, size:] for block in blocks]
+    kinds, lengths, samples, fulls = (
+        (np.concatenate(tails) if len(tails) > 1 else np.ascontiguousarray(tails[0])).view("<u8").T
+    )
     formed: list[bool] = ((kinds == _FORMAT) & (lengths == size)).tolist()
     if integrity is Integrity.OFF:
         return formed
+    payloads = [block[:, :size] for block in blocks]
     if integrity is Integrity.FULL and fulls.all():
-        wanted, parts = fulls.tolist(), [payload.data for payload in payloads]
+        wanted, parts = fulls.tolist(), [payload.data for each in payloads for payload in each]
     elif integrity is Integrity.FULL and fulls.any():  # written by different writers: each on its own
-        return [check_tails([key], objects[index, None], integrity)[0] for index, key in enumerate(keys)]
+        every = zip(keys, (block[index, None] for block in blocks for index in range(len(block))), strict=True)
+        return [check_blocks([key], [each], integrity, needs_digest=needs_digest)[0] for key, each in every]
     else:
-        gathered = _samples(payloads)
+        found = [_samples(each) for each in payloads]
+        gathered = np.concatenate(found) if len(found) > 1 else found[0]
         flat, width = gathered.reshape(-1).data, gathered.shape[1]
         wanted, parts = samples.tolist(), [flat[at : at + width] for at in range(0, len(flat), width)]
     digest = xxhash.xxh3_64_intdigest
     # 0 stands for a digest that was not computed: in the tail nothing is compared, of the bytes it is 1.
     return [
-        is_formed and (not stored or (digest(part, seed=digest(key)) or 1) == stored)
+        is_formed and ((digest(part, seed=digest(key)) or 1) == stored if stored else not needs_digest)
         for is_formed, stored, part, key in zip(formed, wanted, parts, map(str.encode, keys), strict=True)
     ]
 
@@ -95,8 +113,7 @@ def _samples(payloads: Bytes) -> Bytes:
     if size <= _SAMPLE:
         return np.ascontiguousarray(payloads)
     blocks = size // _STRIDE
-    step = payloads.strides[0]
-    whole = as_strided(payloads, (rows, blocks, _SAMPLE), (step, _STRIDE, 1))
+    whole = payloads[:, : blocks * _STRIDE].reshape(rows, blocks, _STRIDE)[:, :, :_SAMPLE]  # a view
     # The last block may be a part of one: its start and the very end are sampled too.
     rest = payloads[:, blocks * _STRIDE : blocks * _STRIDE + _SAMPLE]
     return np.concatenate((whole.reshape(rows, -1), rest, payloads[:, -_SAMPLE:]), axis=1)

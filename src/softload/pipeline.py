@@ -112,7 +112,7 @@ class UnitRun:
     @property
     def bytes_read(self) -> int:
         """Bytes that this unit had read; what it shared with others is theirs."""
-        return self._fetches.bytes_read
+        return self._fetches.bytes_read + self._fetches.loans.nbytes
 
     @property
     def is_placed(self) -> bool:
@@ -141,6 +141,7 @@ class UnitRun:
         self.deadline = anyio.current_time() + seconds
         if self._mode is not Mode.PREFETCH:  # what has landed may be held for longer
             self._scope.deadline = self.deadline
+        self._fetches.loans.begin()
         if not self.wants.requested:
             self.decided.set()
 
@@ -177,6 +178,8 @@ class UnitRun:
         if self.decided.is_set():
             return
         self._fetches.descriptors.update(revalidate(self._context, self.wants, answers, endpoints))
+        if self._mode is Mode.STREAM:
+            self._fetches.loans.admit(answers)
         self.wants.recut()
         config = self._context.config
         self.wants.apply_draft_policy(config.draft_policy, config.truncate_pages)

@@ -7,12 +7,23 @@ on threads of its own and bounds the waiting, not the call. It answers per key a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from enum import StrEnum
 from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from softload.outcomes import PageStatus
 
-__all__ = ["Answer", "Clock", "Descriptor", "PageStore", "PutAnswer", "PutRefusal", "RankConsensus", "SoloConsensus"]
+__all__ = [
+    "Answer",
+    "Clock",
+    "Descriptor",
+    "LendingStore",
+    "PageStore",
+    "PutAnswer",
+    "PutRefusal",
+    "RankConsensus",
+    "SoloConsensus",
+]
 
 Clock: TypeAlias = Callable[[], float]
 """Seconds on a monotonic clock."""
@@ -36,7 +47,9 @@ PutAnswer: TypeAlias = int | PutRefusal | PageStatus
 
 
 class Descriptor(NamedTuple):
-    """Where an object's complete memory replica lies: compared before and after a read, never dereferenced.
+    """Where an object's complete memory replica lies: compared before and after a read.
+
+    Never dereferenced, but where a `LendingStore` has said that its address is one of this process.
 
     A tuple, since there is one for every object of every load.
 
@@ -172,6 +185,36 @@ class PageStore(Protocol):
     @property
     def lease_ttl(self) -> float:
         """Seconds that a lease lasts: above 0."""
+
+
+@runtime_checkable
+class LendingStore(Protocol):
+    """What a `PageStore` may have besides: objects in memory of this process, which it lets the loader copy from there.
+
+    The loader then copies such an object straight into the slots and checks its digest where it lies, afterwards. Only
+    in `Layout.GROUPED`; nothing is ever written there.
+    """
+
+    def lend(self, key: str, descriptor: Descriptor) -> range | None:
+        """Whether this process may read an object where it lies, and all its neighbours; ``None`` where not.
+
+        Called off the event loop, at most once in a while for every endpoint; it may take as long as a read.
+
+        Args:
+            key: of an object.
+            descriptor: what `descriptors` has just answered for it.
+
+        Returns:
+            addresses of this process that can be read for as long as `hold` allows it, the whole object's among them.
+            Whatever object `descriptors` says to be at this endpoint and in this range lies at that address, now and
+            later: say so only where it is proven, for a range that is another process's ends this one.
+        """
+
+    def hold(self) -> AbstractContextManager[bool]:
+        """Around looking into lent memory: whether that may be done. If so it stays readable until the end.
+
+        Bytes may change under it all the same, when an object is removed and another takes its place.
+        """
 
 
 class RankConsensus(Protocol):

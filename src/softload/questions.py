@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
+from softload.callbacks import callback_context
 from softload.native_calls import CallGroup, NativeCall, RefusedError
 from softload.outcomes import PageStatus
 from softload.protocols import Descriptor
@@ -14,6 +15,8 @@ from softload.protocols import Descriptor
 __all__ = ["MOST_OBJECTS", "Question", "SmallQuestions"]
 
 T = TypeVar("T")
+
+OnLate: TypeAlias = Callable[[Sequence[object], float], object]
 
 MOST_OBJECTS = 512
 """Objects in one question: making their descriptors holds the interpreter for about a millisecond."""
@@ -24,13 +27,15 @@ class Question(Generic[T]):
 
     Args:
         function: the call; it answers a list.
+        on_late: told of answers that came when nobody waited for them any more, and after how many seconds.
     """
 
-    __slots__ = ("_askers", "call", "returned")
+    __slots__ = ("_askers", "_on_late", "call", "returned")
 
-    def __init__(self, function: Callable[[], list[T | PageStatus]]) -> None:
+    def __init__(self, function: Callable[[], list[T | PageStatus]], on_late: OnLate) -> None:
         self.returned = asyncio.Event()
-        self.call: NativeCall[list[T | PageStatus]] = NativeCall(function, lambda _: self.returned.set())
+        self.call: NativeCall[list[T | PageStatus]] = NativeCall(function, self._returned)
+        self._on_late = on_late
         self._askers = 0
 
     @contextmanager
@@ -44,6 +49,11 @@ class Question(Generic[T]):
             if not self._askers and not self.call.finished and not self.call.withdraw():
                 self.call.abandon()
 
+    def _returned(self, call: NativeCall[list[T | PageStatus]]) -> None:
+        self.returned.set()
+        if call.abandoned and call.value is not None:
+            self._on_late(call.value, call.elapsed())
+
 
 class SmallQuestions:
     """Asks for the descriptors of a few objects together with others who do so in the same turn of the event loop.
@@ -51,11 +61,18 @@ class SmallQuestions:
     Args:
         group: whose lanes ask.
         function: the descriptors of some keys.
+        on_late: see `Question`.
     """
 
-    def __init__(self, group: CallGroup, function: Callable[[Sequence[str]], list[Descriptor | PageStatus]]) -> None:
+    def __init__(
+        self,
+        group: CallGroup,
+        function: Callable[[Sequence[str]], list[Descriptor | PageStatus]],
+        on_late: OnLate = lambda _answers, _seconds: None,
+    ) -> None:
         self._group = group
         self._function = function
+        self._on_late = on_late
         self._keys: list[str] = []
         self._known: set[str] = set()
         self._question: Question[Descriptor] | None = None
@@ -79,8 +96,8 @@ class SmallQuestions:
     def _begin(self) -> Question[Descriptor]:
         asked: list[str] = []
         self._keys, self._known = asked, set()
-        self._question = question = Question(lambda: self._function(asked))
-        asyncio.get_running_loop().call_soon(self._send_this, question)
+        self._question = question = Question(lambda: self._function(asked), self._on_late)
+        asyncio.get_running_loop().call_soon(self._send_this, question, context=callback_context())
         return question
 
     def _send_this(self, question: Question[Descriptor]) -> None:

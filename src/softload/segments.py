@@ -8,6 +8,7 @@
 | IN_FLIGHT | native call submitted | the call returned: LANDED (read) or FREE (save) |
 | LANDED | checked | last copy done and nobody pins it: FREE |
 | QUARANTINED | deadline, cancel or close while the call is out | the call returns: FREE |
+| LENT | it is the store's own memory, which a unit copies from | never: it was not granted, and is not given back |
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class SegmentState(StrEnum):
     IN_FLIGHT = "in_flight"
     LANDED = "landed"
     QUARANTINED = "quarantined"
+    LENT = "lent"
 
 
 class Share(StrEnum):

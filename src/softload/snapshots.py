@@ -30,6 +30,7 @@ def snapshot(context: Context) -> Statistics:
         missed_pages=MappingProxyType(dict(counters.missed)),
         saved_pages=MappingProxyType(dict(counters.saves)),
         bytes_loaded=counters.bytes_loaded,
+        bytes_direct=counters.bytes_direct,
         bytes_saved=counters.bytes_saved,
         retries=counters.retries,
         second_reads=counters.second_reads,

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import reprlib
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
 import structlog
 
 from softload import events
 from softload.outcomes import PageStatus
-from softload.protocols import Descriptor, PageStore, PutRefusal
+from softload.protocols import Descriptor, LendingStore, PageStore, PutRefusal
 from softload.request_log import tell
 
 __all__ = ["StoreCalls"]
@@ -27,6 +28,9 @@ __all__ = ["StoreCalls"]
 T = TypeVar("T")
 
 _log = structlog.get_logger(__name__)
+
+_WORD: Final = 1 << 64
+"""No size and no address is as large."""
 
 _QUIET_SECONDS = 10.0
 """Between two messages about what one method answers or raises."""
@@ -116,6 +120,47 @@ class StoreCalls:
         """Remove objects: `LOADED` where they are gone by this call."""
         return self._call(self.store.remove, [0] * len(keys), _moved, keys, force=force)
 
+    @property
+    def may_lend(self) -> bool:
+        """Whether the store has what it takes to lend memory."""
+        return isinstance(self.store, LendingStore)
+
+    def lend(self, key: str, descriptor: Descriptor) -> range | None:
+        """Addresses of this process at which objects of an endpoint lie, that object's among them."""
+        if not isinstance(self.store, LendingStore):
+            return None
+        try:
+            lent: object = self.store.lend(key, descriptor)
+            if lent is None:
+                return None
+            first, last = descriptor.address, descriptor.address + descriptor.size - 1
+            if type(lent) is range and lent.step == 1 and lent.start > 0 and first in lent and last in lent:
+                return lent
+            self._warn(self.store.lend, expected=f"a range around {first} to {last}", got=_SHORT.repr(lent)[:80])
+        except BaseException:  # see the module; also what an answer raises that is looked at
+            self._raised("lend")
+        return None
+
+    @contextmanager
+    def hold(self) -> Iterator[bool]:
+        """Around looking into lent memory: whether that may be done."""
+        held, allowed = None, False
+        try:
+            if isinstance(self.store, LendingStore):
+                held = self.store.hold()
+                allowed = held.__enter__() is True
+        except BaseException:  # see the module
+            self._raised("hold")
+            held, allowed = None, False
+        try:
+            yield allowed
+        finally:
+            try:
+                if held is not None:
+                    held.__exit__(None, None, None)
+            except BaseException:  # see the module
+                self._raised("hold")
+
     def _call(
         self,
         method: Callable[..., Any],
@@ -193,9 +238,9 @@ def _failure(answer: object) -> PageStatus:
     return answer if isinstance(answer, PageStatus) and answer is not PageStatus.LOADED else PageStatus.MALFORMED
 
 
-def _are_counts(values: Collection[object]) -> bool:
+def _are_counts(values: Collection[Any]) -> bool:
     # bool is an int to isinstance: True would pass for one byte.
-    return set(map(type, values)) == {int} and min(values) >= 0  # type: ignore[type-var, operator]
+    return set(map(type, values)) == {int} and 0 <= min(values) and max(values) < _WORD
 
 
 def _known(answers: list[object], _: Sequence[int | None]) -> list[bool | PageStatus]:

@@ -26,6 +26,7 @@ class Counters:
     late_failures: int = 0
     draft_dropped: int = 0
     bytes_loaded: int = 0
+    bytes_direct: int = 0
     bytes_saved: int = 0
     retries: int = 0
     second_reads: int = 0
@@ -44,6 +45,7 @@ class Statistics:
         active_units: units whose outcome is not known yet.
         missed_pages: pages that were asked for and not restored, by status.
         saved_pages: pages that were offered for saving, by what became of them.
+        bytes_direct: of `bytes_loaded`, what was copied from where it lay in this process's own segment.
         landing_bytes: landing memory in all; `landing_bytes_in_use` of it are granted (kept bytes included).
         kept_bytes: landed by prefetches that have ended, until somebody wants them or the room.
         quarantined_bytes: memory that native calls may still write although nobody waits for them.
@@ -74,6 +76,7 @@ class Statistics:
     missed_pages: Mapping[PageStatus, int]
     saved_pages: Mapping[SaveStatus, int]
     bytes_loaded: int
+    bytes_direct: int
     bytes_saved: int
     retries: int
     second_reads: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import groupby
 
 import anyio
 import anyio.lowlevel
@@ -15,6 +16,8 @@ from softload.context import Context
 from softload.copies import Copy, chunks, copies_in, execute, wait_for, zeros
 from softload.geometry.group import ResolvedComponent
 from softload.geometry.layout import Fragment
+from softload.landing import SegmentState
+from softload.lent_copies import DIRECT, LentCopy, Refuted, copy_lent, lent_batches, lent_copies
 from softload.native_calls import NativeCall, RefusedError
 from softload.outcomes import PageStatus
 from softload.planning import Column, needed_pages
@@ -23,15 +26,21 @@ from softload.transfer import Fence
 from softload.unit_fetches import UnitFetches
 from softload.unit_pages import UnitPages
 
-__all__ = ["UnitCopies"]
+__all__ = ["AnyCopy", "Meanwhile", "UnitCopies", "nothing"]
 
 _log = structlog.get_logger(__name__)
 
 
+AnyCopy = Copy | LentCopy
+"""Of bytes that have landed, or from where the store has them."""
+
+Chunk = Callable[[], list[Refuted] | None]
+"""What is copied between two looks at the deadline; what of it was not proven."""
+
 Meanwhile = Callable[[], Awaitable[object]]
 
 
-async def _nothing() -> None:
+async def nothing() -> None:
     """Nothing to do meanwhile."""
 
 
@@ -50,6 +59,7 @@ class UnitCopies:
         self._wants = wants
         self._fetches = fetches
         self._fence = fence
+        self._refuted: list[Refuted] = []
 
     @property
     def may_write(self) -> bool:
@@ -73,8 +83,10 @@ class UnitCopies:
         self._fence = None
         return None
 
-    async def copy(self, copies: Sequence[Copy], layer: int, meanwhile: Meanwhile = _nothing) -> bool:
+    async def copy(self, copies: Sequence[AnyCopy], layer: int, meanwhile: Meanwhile = nothing) -> bool:
         """Copy in chunks; the deadline may pass between two, never within one. False once one has failed.
+
+        What is not proven after it was copied is no failure: `take_refuted` must follow.
 
         Args:
             copies: what to copy.
@@ -83,23 +95,61 @@ class UnitCopies:
         """
         if copies:
             self._move_slots(SlotState.FILLING)
-        parts = list(chunks(copies, self._context.config.copy_chunk_bytes))
-        return await self._run_all(parts, float(layer), meanwhile)
+        context, most = self._context, self._context.config.copy_chunk_bytes
+        lent = [copy for copy in copies if isinstance(copy, LentCopy)]
+        landed = [copy for copy in copies if not isinstance(copy, LentCopy)] if lent else copies
+        prove = partial(copy_lent, context.calls, integrity=context.config.integrity, clock=context.lender.clock)
+        parts = [partial(execute, part) for part in chunks(landed, most)]  # type: ignore[arg-type]  # no lent ones
+        direct = [partial(prove, part) for part in lent_batches(lent, most)]
+        refuted: list[Refuted] = []
+        if not await self._run_all([*direct, *parts], float(layer), meanwhile, refuted, direct=len(direct)):
+            return False
+        if lent:
+            nbytes = sum(copy.segment.nbytes * copy.segment.count for copy in lent)
+            nbytes -= sum(each.column.spec.size for each in refuted)
+            context.counters.bytes_loaded += nbytes
+            context.counters.bytes_direct += nbytes
+            self._refuted += refuted
+        return True
 
-    async def _run_all(self, parts: Sequence[Sequence[Copy]], priority: float, meanwhile: Meanwhile = _nothing) -> bool:
-        """Copy chunks on as many lanes as there are; they never touch the same bytes. False once one has failed."""
+    def take_refuted(self) -> list[Refuted]:
+        """What was not proven by the copies since the last time: its slots hold anybody's bytes."""
+        refuted, self._refuted = self._refuted, []
+        return refuted
+
+    async def _run_all(
+        self,
+        parts: Sequence[Chunk],
+        priority: float,
+        meanwhile: Meanwhile = nothing,
+        refuted: list[Refuted] | None = None,
+        direct: int = 0,
+    ) -> bool:
+        """Copy chunks on as many lanes as there are; they never touch the same bytes. False once one has failed.
+
+        Args:
+            parts: the chunks.
+            priority: their turn, lower ones first.
+            meanwhile: awaited while they run.
+            refuted: gets what was not proven.
+            direct: how many of the first ones copy from where the store has its bytes, for traces.
+        """
         errors: list[Exception] = []
-        running: set[NativeCall[None]] = set()
+        running: set[NativeCall[list[Refuted] | None]] = set()
         returned = asyncio.Event()
 
-        def back(call: NativeCall[None]) -> None:
+        def back(call: NativeCall[list[Refuted] | None]) -> None:
             running.discard(call)
+            if refuted is not None and call.value:
+                refuted.extend(call.value)
             if call.error is not None:
                 errors.append(call.error)
             if errors or not running:
                 returned.set()
 
-        calls = [NativeCall(partial(execute, part), back, priority=priority) for part in parts]
+        calls = [NativeCall(part, back, priority=priority) for part in parts]
+        for call in calls[:direct]:
+            call.label = DIRECT
         try:
             for call in calls:
                 running.add(call)
@@ -129,10 +179,19 @@ class UnitCopies:
         """Copy one chunk to its end. False where the device could not: that costs this unit, not the loader."""
         is_good = False
         with anyio.CancelScope(shield=True):
-            is_good = await self._run_all([chunk], float(self._context.pools.num_layers))
+            is_good = await self._run_all([partial(execute, chunk)], float(self._context.pools.num_layers))
         return is_good
 
-    def of_layers(self, step: Iterable[Column], layers: range) -> list[Copy]:
+    def again(self, refuted: Iterable[Refuted]) -> list[AnyCopy]:
+        """What was not proven and is still wanted, now that it was read."""
+        return [
+            copy
+            for each in refuted
+            if each.page in self._wants.pages_of(each.column)
+            for copy in self._column_copies(each.column, each.fragments, range(each.page, each.page + 1))
+        ]
+
+    def of_layers(self, step: Iterable[Column], layers: range) -> list[AnyCopy]:
         """The target's bytes of these columns that belong to `layers`, for the pages that are good so far."""
         return [
             copy
@@ -144,7 +203,7 @@ class UnitCopies:
             )
         ]
 
-    def of_draft(self) -> list[Copy]:
+    def of_draft(self) -> list[AnyCopy]:
         """The draft's bytes, for its pages that are good so far."""
         return [
             copy
@@ -206,8 +265,21 @@ class UnitCopies:
         """The component of a column whose objects hold the draft's bytes."""
         return (self._wants.target if self._wants.draft_rides else self._wants.draft)[column.component]
 
-    def _column_copies(self, column: Column, fragments: Sequence[Fragment], pages: range) -> list[Copy]:
-        return copies_in(column, fragments, self._fetches.segments(column, pages), pages)
+    def _column_copies(self, column: Column, fragments: Sequence[Fragment], pages: range) -> list[AnyCopy]:
+        found: list[AnyCopy] = []
+        first = pages.start
+        until, most = self._fetches.loans.until, self._context.config.copy_chunk_bytes
+        for is_lent, some in groupby(
+            self._fetches.segments(column, pages), lambda each: each.state is SegmentState.LENT
+        ):
+            segments = list(some)
+            span = range(first, first + sum(segment.count for segment in segments))
+            if is_lent:
+                found += lent_copies(column, fragments, segments, span, until=until, max_bytes=most)
+            else:
+                found += copies_in(column, fragments, segments, span)
+            first = span.stop
+        return found
 
 
 def _draft_fragments(column: Column) -> Sequence[Fragment]:

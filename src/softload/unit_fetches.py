@@ -10,14 +10,16 @@ from typing import Protocol
 from softload.config import Layout
 from softload.context import Context
 from softload.fetches import Fetch, FetchListener, Part, Turn, leaves
-from softload.geometry.layout import ranges_by_part
+from softload.geometry.layout import PartRanges
 from softload.grants import Grant
 from softload.landing import Segment, Share
+from softload.lent_copies import Refuted
 from softload.outcomes import PageStatus
 from softload.planning import Column, alike, chunks_of, pages_of_chunk, sizes_in_runs
 from softload.protocols import Descriptor
 from softload.read_choice import parts_to_read
 from softload.unit_holdings import UnitHoldings
+from softload.unit_loans import UnitLoans
 from softload.unit_pages import UnitPages, Wanted
 
 __all__ = ["UnitFetches"]
@@ -58,6 +60,7 @@ class UnitFetches:
         self._share = share
         self._layer_seconds = layer_seconds
         self._held = UnitHoldings()
+        self.loans = UnitLoans(context, pages, self._held, listener)
         self._replaced: list[Fetch] = []
         self._spare = Grant()
         self._unplanned: deque[tuple[Column, int]] = deque()
@@ -65,8 +68,8 @@ class UnitFetches:
         self._turn = Turn()
         self._ahead: tuple[tuple[Column, int], ...] = ()
         """Planned before the unit was admitted."""
-        self._parts: tuple[range, ...] = ()
-        """The layers of each part that objects are read in; none where they are read whole."""
+        self._parts = PartRanges()
+        """What objects are read in; none where they are read whole."""
         self._is_marked = False
         """Whether what was found while joining costs pages, or their draft."""
         self.descriptors: dict[str, Descriptor | None] = {}
@@ -100,6 +103,9 @@ class UnitFetches:
 
         Only where nothing of it is here or on its way, so that there is nothing to join.
         """
+        self.loans.take(columns, found)
+        if not any(self._held.lacks_any(column, self._pages.pages_of(column)) for column in columns):
+            return  # where they lie they need not be read
         landing, wanted = self._context.landing, self._sizes()
         sizes = sizes_in_runs(wanted)
         if self._context.reader.knows_any(wanted) or landing.sheds or landing.cost(sizes) > landing.limit(self._share):
@@ -120,6 +126,7 @@ class UnitFetches:
         """Join what is on its way, and be granted landing memory for the rest, whole and in turn; `plan` comes next."""
         self._context.planned.add(self, self._pages.page_keys())
         await self._context.pacer.turn()
+        self.loans.take(self._pages.all_columns())
         if self._ahead:
             self.prune()
             self._join(self._spare)
@@ -127,8 +134,13 @@ class UnitFetches:
             await self._be_granted()
         self._conclude()
         waits = None if self._share is Share.PREFETCH else self._layer_seconds
-        self._parts = parts_to_read(self._context, self._pages, self.descriptors, self._spare, waits)
-        self._unplanned.extend(chunk for chunk in chunks_of(self._pages.all_columns()) if chunk not in self._ahead)
+        self._parts = PartRanges(parts_to_read(self._context, self._pages, self.descriptors, self._spare, waits))
+        for column, first in chunks_of(self._pages.all_columns()):  # what is held already needs no plan
+            lacks_any = self._held.lacks_any(column, pages_of_chunk(self._pages.pages_of(column), first))
+            if lacks_any and (column, first) not in self._ahead:
+                self._unplanned.append((column, first))
+        if not self._unplanned:
+            self._finish_planning()
 
     async def _be_granted(self) -> None:
         landing = self._context.landing
@@ -153,6 +165,7 @@ class UnitFetches:
             new = wanted
             segments = await landing.grant_runs(sizes_in_runs(new), self._share) or []
             self._join(wanted)
+            self.loans.take(self._pages.all_columns())
         self._spare = Grant(new, segments)
 
     async def plan(self, turn: Turn) -> bool:
@@ -208,6 +221,11 @@ class UnitFetches:
                     wanted = self._context.reader.piece(fetch, 0, min(end, len(column.keys)) - first)
                     self._hold(Wanted(column, first), wanted)
 
+    def read_refuted(self, refuted: Sequence[Refuted], turn: Turn) -> None:
+        """What was copied from where it lay was not proven: read it."""
+        self._is_marked |= self.loans.read(refuted, turn, self._share)
+        self._conclude()
+
     def split(self, old: Fetch, new: Sequence[Fetch]) -> None:
         """`old` goes on in pieces."""
         self._held.split(old, new)
@@ -259,14 +277,15 @@ class UnitFetches:
         self._release_spare()
 
     def _sizes(self) -> dict[str, int]:
-        """The objects that are needed, first layers first: the bytes of each key."""
+        """The objects that landing memory is needed for, first layers first: the bytes of each key."""
         sizes: dict[str, int] = {}
         descriptors = self.descriptors
         for column in self._pages.all_columns():
-            pages, otherwise = self._pages.pages_of(column), column.spec.size
-            keys = column.keys[pages.start : pages.stop]
-            found = map(descriptors.get, keys)
-            sizes.update(zip(keys, [otherwise if each is None else each.size for each in found], strict=True))
+            otherwise = column.spec.size
+            for pages in self._held.unlent(column, self._pages.pages_of(column)):
+                keys = column.keys[pages.start : pages.stop]
+                found = map(descriptors.get, keys)
+                sizes.update(zip(keys, [otherwise if each is None else each.size for each in found], strict=True))
         return sizes
 
     def _join(self, keys: Collection[str]) -> set[str]:
@@ -325,7 +344,7 @@ class UnitFetches:
             self._listener,
             size=size,
             tailed=config.layout is Layout.GROUPED,
-            ranges=ranges_by_part(column.spec, self._parts, size),
+            ranges=self._parts.of(column.spec, size),
         )
         parts += fetch.parts
         self.bytes_read += size * fetch.count
@@ -377,7 +396,8 @@ class UnitFetches:
         for first, _, fetch in self._held.spans(column, range(len(column.keys))):
             if fetch is not None and self._held.serves_once(fetch):
                 self._held.take(column, first)
-                alone.append(fetch)
+                if not fetch.is_lent:
+                    alone.append(fetch)
             elif fetch is not None:
                 self._let_go(Wanted(column, first), keep=keep)
         self._held.drop(column)
@@ -385,7 +405,8 @@ class UnitFetches:
 
     def _let_go(self, wanted: Wanted, *, timed_out: bool = False, keep: bool = False) -> None:
         fetch = self._held.take(*wanted)
-        if fetch is not None:  # leaving another made room for a queued read that was shed, and that pruned this one
+        # None where leaving another made room for a queued read that was shed, and that pruned this one.
+        if fetch is not None and not fetch.is_lent:
             self._context.reader.leave(fetch, self._listener, timed_out=timed_out, keep=keep)
 
     def _conclude(self) -> None:

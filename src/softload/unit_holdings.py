@@ -42,6 +42,20 @@ class UnitHoldings:
         held = self._held.get(column)
         return held is not None and held[pages.start : pages.stop].count(None) < len(pages)
 
+    def lacks_any(self, column: Column, pages: range) -> bool:
+        """Whether nothing serves one of these pages."""
+        held = self._held.get(column)
+        return bool(pages) if held is None else None in held[pages.start : pages.stop]
+
+    def unlent(self, column: Column, pages: range) -> Iterator[range]:
+        """Those of these pages that are not served by what the store lends: they need landing memory."""
+        if column not in self._held:
+            yield pages
+            return
+        for first, end, fetch in self.spans(column, pages):
+            if fetch is None or not fetch.is_lent:
+                yield range(max(first, pages.start), min(end, pages.stop))
+
     def spans(self, column: Column, pages: range) -> Iterator[tuple[int, int, Fetch | None]]:
         """What serves these pages, in their order, as `(first page, page after the last, fetch)`.
 
@@ -55,7 +69,7 @@ class UnitHoldings:
             fetch = held[page]
             # The page is its first as a rule; a fetch may serve twice in a row, so that its neighbour is no proof.
             is_first = fetch is None or fetch.count == 1 or not page or held[page - 1] is not fetch
-            first = page if is_first or fetch is None else self._first(column, page, fetch)
+            first = page if is_first or fetch is None else self.first(column, page, fetch)
             page = first + (1 if fetch is None else fetch.count)
             yield first, page, fetch
 
@@ -118,7 +132,8 @@ class UnitHoldings:
                 self.put(column, at, fetch)
                 at += fetch.count
 
-    def _first(self, column: Column, page: int, fetch: Fetch) -> int:
+    def first(self, column: Column, page: int, fetch: Fetch) -> int:
+        """The first of the pages that a fetch serves in one go, this one among them."""
         return next(
             first for wanted, first in self._wants[fetch] if wanted is column and first <= page < first + fetch.count
         )

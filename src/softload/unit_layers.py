@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
 from typing import Protocol
@@ -11,12 +11,11 @@ from typing import Protocol
 import anyio.lowlevel
 
 from softload.context import Context
-from softload.copies import Copy
 from softload.fetches import Turn
 from softload.geometry.layout import layer_groups
 from softload.outcomes import PageStatus
 from softload.planning import Column
-from softload.unit_copies import UnitCopies
+from softload.unit_copies import AnyCopy, Meanwhile, UnitCopies, nothing
 from softload.unit_fetches import UnitFetches
 from softload.unit_pages import UnitPages
 from softload.unit_progress import UnitProgress
@@ -37,6 +36,9 @@ class LayeredUnit(Protocol):
 
     def give_up(self, status: PageStatus) -> None:
         """All of it is a miss."""
+
+    def cut(self) -> None:
+        """Some of what it wants was marked: draw the conclusion."""
 
 
 class UnitLayers:
@@ -100,7 +102,8 @@ class UnitLayers:
                 copies += more
                 layers = range(layers.start, left.popleft().stop)
             # What was read ahead is copied before anything else was planned: the endpoints would have nothing to do.
-            if not await self._copies.copy(copies, layers.start, partial(self._fetches.plan, self._turn)):
+            here = partial(self._is_here, layers)
+            if not await self._copy(copies, layers.start, here, partial(self._fetches.plan, self._turn)):
                 self._unit.give_up(PageStatus.CANCELLED)
             self._progress.copied(layers.stop)
             if self._wants.pages and not self._wants.draft_rides:
@@ -113,8 +116,9 @@ class UnitLayers:
         """The draft after the target: it has a gate of its own. Zeros where it is missing."""
         if not self._wants.draft:
             return
-        await self._unit.until(lambda: self._fetches.landed(self._wants.draft_columns))
-        if not await self._copies.copy(self._copies.of_draft(), self._context.pools.num_layers):
+        here = partial(self._fetches.landed, self._wants.draft_columns)
+        await self._unit.until(here)
+        if not await self._copy(self._copies.of_draft(), self._context.pools.num_layers, here):
             self._wants.draft_pages = 0
         self.draft_restored = self._wants.draft_pages
         for chunk in self._copies.zeros(self.restored, self.draft_restored):
@@ -133,6 +137,9 @@ class UnitLayers:
         if self._wants.pages and sum(copy.nbytes for copy in copies) <= self._context.config.copy_chunk_bytes:
             if not await self._copies.copy(copies, layers.start):
                 self._unit.give_up(PageStatus.CANCELLED)
+            for each in self._copies.take_refuted():  # there is no time to read it
+                self._wants.mark_bad(each.column, each.page, PageStatus.TIMED_OUT)
+            self._unit.cut()
             self.restored = self._wants.pages
 
     async def leave_draft(self) -> None:
@@ -142,11 +149,22 @@ class UnitLayers:
             for chunk in islice(self._copies.zeros(self.restored, self.draft_restored), 1):
                 await self._copies.run_chunk(chunk)
 
+    async def _copy(
+        self, copies: Sequence[AnyCopy], layer: int, here: Callable[[], bool], meanwhile: Meanwhile = nothing
+    ) -> bool:
+        """Copy; what was not proven is read, and copied from where it has landed. False where a copy has failed."""
+        is_good = await self._copies.copy(copies, layer, meanwhile)
+        while is_good and (refuted := self._copies.take_refuted()):
+            self._fetches.read_refuted(refuted, self._turn)
+            await self._unit.until(here)
+            is_good = await self._copies.copy(self._copies.again(refuted), layer)
+        return is_good
+
     def _is_here(self, layers: range) -> bool:
         """Whether all that these layers need has landed."""
         return self._fetches.landed(self._columns_of(layers), layers)
 
-    def _copies_of(self, layers: range) -> list[Copy]:
+    def _copies_of(self, layers: range) -> list[AnyCopy]:
         return self._copies.of_layers(self._columns_of(layers), layers)
 
     def _columns_of(self, layers: range) -> list[Column]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
-from softload.protocols import Answer, PageStore
-from softload.stores import WrapperStore
+from softload.protocols import Answer, Descriptor, PageStore
+from softload.stores import MemoryStore, WrapperStore
 
 Ranges = list[tuple[int, int]]
 
@@ -56,3 +56,17 @@ class BusyMemory(WrapperStore):
         finally:
             with self._lock:
                 del self._calls[number]
+
+
+class LendingBusyMemory(BusyMemory):
+    """Calls go to `inner`, which may hold them or lie; what `memory` lends is looked at without a call."""
+
+    def __init__(self, inner: PageStore, memory: MemoryStore) -> None:
+        super().__init__(inner)
+        self._memory = memory
+
+    def lend(self, key: str, descriptor: Descriptor) -> range | None:
+        return self._memory.lend(key, descriptor)
+
+    def hold(self) -> AbstractContextManager[bool]:
+        return self._memory.hold()

@@ -16,7 +16,18 @@ import structlog
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from softload import DraftPolicy, Integrity, Layout, Lookup, PageStatus, ReadMode, SaveReport, SaveStatus, native_calls
+from softload import (
+    DraftPolicy,
+    Integrity,
+    Layout,
+    Lookup,
+    PageStatus,
+    ReadMode,
+    SaveReport,
+    SaveStatus,
+    lending,
+    native_calls,
+)
 from softload.copies import Copy
 from softload.geometry import DraftMode
 
@@ -46,6 +57,7 @@ class LoaderMachine(CheckedWorld, RuleBasedStateMachine):
         self.logs = self._stack.enter_context(structlog.testing.capture_logs())
         clock = SimpleNamespace(monotonic=self.clock)
         self._stack.enter_context(patch.object(native_calls, "time", clock))
+        self._stack.enter_context(patch.object(lending, "_WORTH_BYTES", 1))
         self._stack.enter_context(patch.object(Copy, "run", self.checked_run(Copy.run)))
         self.open()
 

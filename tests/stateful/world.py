@@ -28,7 +28,7 @@ from softload.slots import SlotState
 from softload.stores import MemoryStore
 from softload.testing import HangingStore, ScriptedStore
 
-from .busy_memory import BusyMemory
+from .busy_memory import BusyMemory, LendingBusyMemory
 from .engine import Engine, content
 from .manual_time import ManualClock, ManualLoop
 from .users import Fence, Held, Pending, Request, User, page_keys
@@ -62,6 +62,8 @@ class World:
     landing_bytes: ClassVar[int] = 2 << 20
     read_lanes: ClassVar[int] = 2
     store_bytes: ClassVar[int] = 8 << 20
+    lends: ClassVar[bool] = False
+    """Whether objects are copied from where the store has them."""
     copy_chunk_bytes: ClassVar[int] = 16 << 10
     """A few copies: deadlines and cancels fall between two of them."""
 
@@ -88,10 +90,12 @@ class World:
     # -- opening and closing
 
     def open(self) -> None:
-        self.memory = MemoryStore(capacity=self.store_bytes, lease=2.0, eviction_ratio=0.2, clock=self.clock)
+        self.memory = MemoryStore(
+            capacity=self.store_bytes, lease=2.0, eviction_ratio=0.2, clock=self.clock, lends=self.lends
+        )
         self.script = ScriptedStore(self.memory)
         self.store = HangingStore(self.script)
-        self.busy_memory = BusyMemory(self.store)
+        self.busy_memory = LendingBusyMemory(self.store, self.memory) if self.lends else BusyMemory(self.store)
         self.lies = 0
         loader = self.loader = PageLoader(
             self.busy_memory,
@@ -124,6 +128,7 @@ class World:
                 self.owner.result()
         self.context: Context = loader._context
         self.context.health._clock = self.context.health.negative._clock = self.clock
+        self.context.lender.clock = self.clock
         self.context.reader._clock = self.context.sessions._clock = self.clock
         self.expected.clear()
         self.unseen = False

@@ -9,6 +9,7 @@ import pytest
 from softload.protocols import PageStore
 from softload.stores import EmbeddedMooncakeStore, MemoryStore, WrapperStore
 from softload.testing import FaultyStore, HangingStore, RecordingStore, ScriptedStore
+from softload.testing.lending_suite import LendingSuite
 from softload.testing.store_suite import StoreSuite
 
 
@@ -53,8 +54,17 @@ class TestFaultyStoreWithoutFaults(TestMemoryStore):
         return FaultyStore(store, [])
 
 
+class TestLendingMemoryStore(LendingSuite):
+    @pytest.fixture
+    def store(self) -> Iterator[PageStore]:
+        store = RecordingStore(MemoryStore(capacity=self.capacity, lease=0.2, lends=True))
+        store.open()
+        yield store
+        store.close()
+
+
 @pytest.mark.mooncake
-class TestEmbeddedMooncake(StoreSuite):
+class TestEmbeddedMooncake(LendingSuite):
     @pytest.fixture
     def store(self, mooncake_store: EmbeddedMooncakeStore) -> Iterator[PageStore]:
         yield mooncake_store

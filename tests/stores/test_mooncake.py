@@ -340,6 +340,26 @@ def test_the_native_close_waits_for_calls_that_are_out(
     assert native.count("close") == 1
 
 
+def test_the_native_close_waits_for_who_looks_into_its_memory(
+    store: MooncakeStore, native: Native, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("softload.stores.mooncake._CLOSE_DEADLINE", 0.05)
+    with store.hold() as allowed:
+        assert allowed is True
+        store.close()
+        assert store.calls_out == 1
+        assert native.count("close") == 0
+    assert store._closed.wait(10)
+    assert native.count("close") == 1
+    with store.hold() as allowed:
+        assert allowed is False
+
+
+def test_a_client_without_a_segment_lends_nothing(store: MooncakeStore, native: Native) -> None:
+    assert store.lend("a", Descriptor(100, "127.0.0.1:1", 4096)) is None
+    assert native.count("get_hostname") == 0
+
+
 def test_a_dead_master_leaves_the_native_client_behind(
     store: MooncakeStore, native: Native, monkeypatch: pytest.MonkeyPatch
 ) -> None:

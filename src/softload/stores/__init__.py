@@ -6,10 +6,11 @@ from softload.stores.memory import MemoryStatistics, MemoryStore
 from softload.stores.mooncake import MooncakeStore
 from softload.stores.quiet_start import QuietStart
 from softload.stores.urls import open_store, parse_duration, parse_size
-from softload.stores.wrapper import WrapperStore
+from softload.stores.wrapper import LendingWrapperStore, WrapperStore
 
 __all__ = [
     "EmbeddedMooncakeStore",
+    "LendingWrapperStore",
     "MemoryStatistics",
     "MemoryStore",
     "MooncakeCluster",

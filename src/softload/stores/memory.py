@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import ceil
 
@@ -62,6 +63,7 @@ class MemoryStore:
         eviction_ratio: the fraction of the objects that one pass evicts, least recently used first. Leased objects and
             those being written are spared.
         clock: what leases are measured with.
+        lends: let a loader copy objects from where they lie, as Mooncake does with memory that is this process's.
 
     Raises:
         ValueError: a setting out of range.
@@ -75,12 +77,14 @@ class MemoryStore:
         high_watermark: float = 0.95,
         eviction_ratio: float = 0.05,
         clock: Clock = time.monotonic,
+        lends: bool = False,
     ) -> None:
         self._capacity = check_positive("capacity", capacity)
         self._lease_ttl = check_positive("lease", lease)
         self._watermark = check_fraction("high_watermark", high_watermark)
         self._ratio = check_fraction("eviction_ratio", eviction_ratio)
         self._clock = clock
+        self._lends = lends
         self._lock = threading.Lock()
         self._arena: np.ndarray | None = None
         self._base = 0
@@ -338,6 +342,19 @@ class MemoryStore:
                     self._drop(key, found)
                     answers.append(0)
         return answers
+
+    def lend(self, key: str, descriptor: Descriptor) -> range | None:
+        """All of the arena, if this store lends; see `LendingStore.lend`."""
+        with self._lock:
+            if not self._lends or self._arena is None or descriptor.endpoint != ENDPOINT:
+                return None
+            return range(self._base, self._base + self._capacity)
+
+    @contextmanager
+    def hold(self) -> Iterator[bool]:
+        """Whether the store is open; the arena stays. See `LendingStore.hold`."""
+        arena = self._arena
+        yield arena is not None
 
     def _absence(self, key: str) -> PageStatus:
         return PageStatus.NOT_READY if key in self._reserved else PageStatus.NOT_FOUND

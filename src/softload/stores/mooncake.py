@@ -6,6 +6,7 @@ import ctypes
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import structlog
@@ -21,6 +22,7 @@ from softload.stores.gate import CallGate
 from softload.stores.master_contact import MasterContact
 from softload.stores.native_codes import INVALID_PARAMS, NATIVE_CODES, descriptor, descriptors, expect, translate
 from softload.stores.native_log import native_library, restore_log_level
+from softload.stores.own_memory import own_memory
 from softload.stores.probe import is_alive, probe_master
 from softload.stores.process_exit import has_left, leave_at_exit
 from softload.stores.reservations import Reservations
@@ -293,6 +295,17 @@ class MooncakeStore:
         """Remove objects at the master; `NOT_READY` where leased (unless forced) or being written."""
         answers = self._per_key(keys, lambda native: native.batch_remove(list(keys), force))
         return [expect(answer, 0) for answer in answers]
+
+    def lend(self, key: str, descriptor: Descriptor) -> range | None:
+        """The memory that this process gives to the store, if the object lies there; see `LendingStore.lend`."""
+        if not self._segment:
+            return None
+        name = self._call(lambda native: native.get_hostname(), asks_master=False)
+        return own_memory(self, key, descriptor, name=name, nbytes=self._segment) if isinstance(name, str) else None
+
+    def hold(self) -> AbstractContextManager[bool]:
+        """A call that is out for as long as it is held: closing waits for it. See `LendingStore.hold`."""
+        return self._gate.call()
 
     def _prepare(self) -> Any:
         for name, value in _ENVIRONMENT.items():

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Final
 
-from softload.stores.wrapper import WrapperStore
+from softload.stores.wrapper import LendingWrapperStore
 
 __all__ = ["QuietStart"]
 
@@ -16,7 +16,7 @@ _NOISE: Final = (b"Logging before InitGoogleLogging() is written to STDERR", b"L
 _STDERR: Final = 2
 
 
-class QuietStart(WrapperStore):
+class QuietStart(LendingWrapperStore):
     """A store that opens without noise: standard error is held back meanwhile, and all but known noise written after.
 
     For a program of one's own: it redirects the file descriptor, which is the whole process's.

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from softload.outcomes import PageStatus
-from softload.protocols import Answer, Descriptor, PageStore, PutAnswer
+from softload.protocols import Answer, Descriptor, LendingStore, PageStore, PutAnswer
 
-__all__ = ["WrapperStore"]
+__all__ = ["LendingWrapperStore", "WrapperStore"]
 
 
 class WrapperStore:
-    """A `PageStore` that hands every call to `inner`.
+    """A `PageStore` that hands every call to `inner`. It lends no memory, so that nothing comes past its `read`.
 
     Args:
         inner: the store that does the work; it is opened and closed with the wrapper.
@@ -93,3 +94,15 @@ class WrapperStore:
     def lease_ttl(self) -> float:
         """Seconds that a lease of the inner store lasts."""
         return self.inner.lease_ttl
+
+
+class LendingWrapperStore(WrapperStore):
+    """A `WrapperStore` that lends what `inner` lends: for those that change nothing of what reads bring."""
+
+    def lend(self, key: str, descriptor: Descriptor) -> range | None:
+        """See `LendingStore.lend`."""
+        return self.inner.lend(key, descriptor) if isinstance(self.inner, LendingStore) else None
+
+    def hold(self) -> AbstractContextManager[bool]:
+        """See `LendingStore.hold`."""
+        return self.inner.hold() if isinstance(self.inner, LendingStore) else nullcontext(False)

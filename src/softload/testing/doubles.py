@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from softload.protocols import PageStore
+from softload.stores.wrapper import LendingWrapperStore
 from softload.testing._intercepting import InterceptingStore, check_point
 
 __all__ = ["HangingStore", "RecordedCall", "RecordingStore", "ScriptedStore"]
@@ -24,8 +25,8 @@ class RecordedCall:
     keys: tuple[str, ...]
 
 
-class RecordingStore(InterceptingStore):
-    """Keeps a list of the calls made, in the order in which they were made.
+class RecordingStore(InterceptingStore, LendingWrapperStore):
+    """Keeps a list of the calls made, in the order in which they were made. It lends what `inner` lends.
 
     Args:
         inner: the store that answers them.

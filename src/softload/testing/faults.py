@@ -13,7 +13,7 @@ import xxhash
 from softload.outcomes import PageStatus
 from softload.protocols import Answer, Descriptor, PageStore
 from softload.stores.native_memory import copy_bytes
-from softload.stores.wrapper import WrapperStore
+from softload.stores.wrapper import LendingWrapperStore
 from softload.testing.fault_specs import Fault, FaultKind
 
 __all__ = ["FaultyStore"]
@@ -21,14 +21,17 @@ __all__ = ["FaultyStore"]
 T = TypeVar("T")
 
 
+_OF_READS: Final = (FaultKind.LATE, FaultKind.SLOW, FaultKind.HANG, FaultKind.MALFORMED)
+
 _MOST_ASKED: Final = 65_536
 """Keys, by kind, of which is remembered how often they were asked for: a long run has no end of them."""
 
 
-class FaultyStore(WrapperStore):
+class FaultyStore(LendingWrapperStore):
     """A store around `inner` in which faults happen, decided by a hash of seed, kind, key and how often it was asked.
 
-    So a run with one thread repeats exactly, and a key that was lucky once may not be so the next time.
+    So a run with one thread repeats exactly, and a key that was lucky once may not be so the next time. It lends what
+    `inner` lends, unless reads are to fail: those would not happen.
 
     Args:
         inner: the store; removed and corrupted objects really are.
@@ -57,6 +60,7 @@ class FaultyStore(WrapperStore):
         self._probability = {
             kind: sum(fault.probability for fault in faults if fault.kind is kind) for kind in FaultKind
         }
+        self._fails_reads = any(fault.kind in _OF_READS for fault in faults)
         self._slow = [fault for fault in faults if fault.kind is FaultKind.SLOW]
         self._seed = seed
         self._is_draft = is_draft
@@ -79,6 +83,10 @@ class FaultyStore(WrapperStore):
         """End all waiting and close the inner store."""
         self._stop.set()
         super().close()
+
+    def lend(self, key: str, descriptor: Descriptor) -> range | None:
+        """As the inner store, where no fault is one of reads."""
+        return None if self._fails_reads else super().lend(key, descriptor)
 
     def exists(self, keys: Sequence[str]) -> Sequence[bool | PageStatus]:
         """As the inner store, or malformed."""

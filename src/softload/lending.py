@@ -1,0 +1,130 @@
+"""Which objects lie in memory of this process that the store lends: they can be copied from there, without a read."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import numpy as np
+
+from softload.arena import Arena
+from softload.outcomes import PageStatus
+from softload.protocols import Clock, Descriptor
+from softload.segments import Segment, SegmentState, Share
+from softload.store_calls import StoreCalls
+
+__all__ = ["Lender"]
+
+_AGAIN_SECONDS: Final = 30.0
+"""Until the store is asked once more about an endpoint whose memory it did not lend."""
+
+_MOST_ENDPOINTS: Final = 4096
+
+_END: Final = 1 << 62
+"""No process has so many addresses, but a store may say anything."""
+
+_WORTH_BYTES: Final = 256 << 10
+"""Less side by side comes by landing memory: each run of objects is copied and checked for itself."""
+
+
+class Lender:
+    """What one loader's store lends.
+
+    Args:
+        calls: the guarded store.
+        lease_ttl: seconds for which an object stays where it is after it was asked for.
+        is_wanted: whether anything is to be copied from the store's memory at all.
+        clock: what leases are measured with.
+    """
+
+    def __init__(self, calls: StoreCalls, *, lease_ttl: float, is_wanted: bool, clock: Clock = time.monotonic) -> None:
+        self._calls = calls
+        self.clock = clock
+        self.lease_ttl = lease_ttl
+        self.is_wanted = is_wanted and calls.may_lend
+        self._lent: dict[str, Arena] = {}
+        self._ask_at: dict[str, float] = {}
+
+    def __repr__(self) -> str:
+        return f"<Lender of {', '.join(self._lent) or 'nothing'}>"
+
+    @property
+    def lends_any(self) -> bool:
+        """Whether there is any such memory, as far as that is known."""
+        return bool(self._lent)
+
+    def learn(self, keys: Sequence[str], answers: Sequence[Descriptor | PageStatus]) -> None:
+        """On the thread that has just asked for these descriptors: whether the store lends what is at new endpoints.
+
+        That takes a read of one object, once in a while for each endpoint.
+        """
+        if not self.is_wanted:
+            return
+        for endpoint in {answer.endpoint for answer in answers if isinstance(answer, Descriptor)}:
+            now = self.clock()
+            if endpoint in self._lent or self._ask_at.get(endpoint, now) > now:
+                continue
+            if len(self._ask_at) >= _MOST_ENDPOINTS:
+                self._ask_at.clear()
+            self._ask_at[endpoint] = now + _AGAIN_SECONDS
+            for key, answer in zip(keys, answers, strict=True):
+                if isinstance(answer, Descriptor) and answer.endpoint == endpoint:
+                    lent = self._calls.lend(key, answer)
+                    if lent is not None:
+                        self._lent[endpoint] = Arena.of_others(lent)
+                    break
+
+    def runs(self, places: Sequence[object], size: int) -> Iterator[tuple[int, Segment]]:
+        """Those of these objects that can be copied from where they lie, as `(index of the first, segment)`.
+
+        Neighbours at a constant distance are one segment.
+
+        Args:
+            places: their descriptors, of this admission; anything else for those that have none.
+            size: bytes of each object.
+        """
+        for endpoint, arena in list(self._lent.items()):
+            addresses = _addresses(places, size, endpoint)
+            inside = (addresses >= arena.pointer) & (addresses + size <= arena.pointer + arena.nbytes)
+            bounds = np.flatnonzero(np.diff(inside, prepend=False, append=False)).tolist()
+            for first, end in zip(bounds[::2], bounds[1::2], strict=True):
+                for start, count, stride in _strided(addresses[first:end], size):
+                    if count * size >= _WORTH_BYTES:
+                        at = int(addresses[first + start]) - arena.pointer
+                        yield (
+                            first + start,
+                            Segment(
+                                arena, at, size, stride * count, Share.STREAMING, SegmentState.LENT, endpoint, count
+                            ),
+                        )
+
+
+def _addresses(places: Sequence[object], size: int, endpoint: str) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Of the objects of this size that are at this endpoint; 0 for all others."""
+    found = [place for place in places if type(place) is Descriptor]
+    if found and len(found) == len(places):  # the common case, without a look at each
+        sizes, endpoints, addresses = zip(*found, strict=True)
+        alike = sizes.count(size) == len(sizes) and endpoints.count(endpoint) == len(endpoints)
+        if alike and max(addresses) < _END:
+            return np.array(addresses, np.int64)
+    wanted = (size, endpoint)
+    known = [type(place) is Descriptor and place[:2] == wanted and place.address < _END for place in places]
+    return np.array([place.address if is_it else 0 for place, is_it in zip(places, known, strict=True)], np.int64)  # type: ignore[attr-defined]
+
+
+def _strided(addresses: np.ndarray[tuple[int], np.dtype[np.int64]], size: int) -> Iterator[tuple[int, int, int]]:
+    """Runs at a constant distance, `(first, count, distance)`; objects that do not follow the last one are alone."""
+    steps = np.diff(addresses)
+    changes = (np.flatnonzero(np.diff(steps)) + 1).tolist()
+    distances = steps.tolist()
+    first = 0
+    while first < len(addresses):
+        count = 1
+        if first < len(distances) and distances[first] >= size:
+            after = bisect_right(changes, first)
+            last = changes[after] if after < len(changes) else len(distances)
+            count = last - first + 1
+        yield first, count, distances[first] if count > 1 else size
+        first += count

@@ -1,0 +1,113 @@
+"""The objects of one unit that lie in memory of this process, and are copied from there instead of being read.
+
+They are fetches that have landed where they are: held as others are, in no table that other units could find them in,
+without landing memory, and good once their copies are proven. What is not proven is read like anything else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+from softload.context import Context
+from softload.fetches import Fetch, FetchListener, Part, PartState, Turn
+from softload.landing import Share
+from softload.lent_copies import Refuted
+from softload.outcomes import PageStatus
+from softload.planning import Column
+from softload.protocols import Descriptor
+from softload.unit_holdings import UnitHoldings
+from softload.unit_pages import UnitPages
+
+__all__ = ["UnitLoans"]
+
+
+class UnitLoans:
+    """The objects of one unit that are copied from where they lie.
+
+    Args:
+        context: the loader's parts.
+        pages: what the unit wants.
+        held: what serves its pages; added to.
+        listener: told when a fetch is split.
+    """
+
+    def __init__(self, context: Context, pages: UnitPages, held: UnitHoldings, listener: FetchListener) -> None:
+        self._context = context
+        self._pages = pages
+        self._held = held
+        self._listener = listener
+        self._answers: Mapping[str, Descriptor | PageStatus | None] = {}
+        self.until = -math.inf
+        """When the leases that came with the answers have run out."""
+        self.nbytes = 0
+        """Bytes of its objects that were lent, or read because they were not proven."""
+
+    def begin(self) -> None:
+        """The unit is about to be asked for: leases begin no earlier than now."""
+        lender = self._context.lender
+        self.until = lender.clock() + lender.lease_ttl
+
+    def admit(self, answers: Mapping[str, Descriptor | PageStatus | None]) -> None:
+        """What the store has said of its objects: only that leases them."""
+        self._answers = answers
+
+    def take(
+        self, columns: Iterable[Column], answers: Mapping[str, Descriptor | PageStatus | None] | None = None
+    ) -> None:
+        """Hold what of these columns can be copied from where it lies, and is not here or on its way already.
+
+        Args:
+            columns: of the unit.
+            answers: of these alone, where it is not admitted yet.
+        """
+        lender, reader = self._context.lender, self._context.reader
+        known = self._answers if answers is None else answers
+        for column in columns if known and lender.lends_any else ():
+            pages = self._pages.pages_of(column)
+            keys = column.keys[pages.start : pages.stop]
+            if self._held.has_any(column, pages) or reader.knows_any(keys):
+                places: list[object] = [
+                    known.get(key) if self._held.at(column, page) is None and reader.find(key) is None else None
+                    for page, key in zip(pages, keys, strict=True)
+                ]
+            else:
+                places = list(map(known.get, keys))
+            for first, segment in lender.runs(places, column.spec.size):
+                end = first + segment.count
+                fetch = Fetch(keys[first:end], segment, places[first:end], size=segment.nbytes, tailed=True)  # type: ignore[arg-type]  # descriptors, all
+                fetch.parts[0].state = PartState.LANDED
+                fetch.listeners.append(self._listener)
+                self._held.put(column, pages.start + first, fetch)
+                self.nbytes += segment.nbytes * segment.count
+
+    def read(self, refuted: Iterable[Refuted], turn: Turn, share: Share) -> bool:
+        """Have read what was not proven, as far as there is memory now. Whether a page was marked for lack of it."""
+        landing, reader = self._context.landing, self._context.reader
+        parts: list[Part] = []
+        is_marked = False
+        for column, page in ((each.column, each.page) for each in refuted):
+            fetch = self._give_up(column, page)
+            if fetch is None:  # no longer wanted
+                continue
+            segments = landing.try_grant([(fetch.size, 1)], share)  # now or never: others may wait for what it holds
+            if segments is None:
+                self._pages.mark_bad(column, page, PageStatus.SHED)
+                is_marked = True
+                continue
+            anew = reader.add(fetch.keys, segments[0], fetch.descriptors, self._listener, size=fetch.size, tailed=True)
+            self._held.put(column, page, anew)
+            self.nbytes += anew.size
+            parts += anew.parts
+        reader.read(parts, turn)
+        return is_marked
+
+    def _give_up(self, column: Column, page: int) -> Fetch | None:
+        fetch = self._held.at(column, page)
+        if fetch is None or not fetch.is_lent:
+            return None
+        first = self._held.first(column, page, fetch)
+        alone = self._context.reader.piece(fetch, page - first, page - first + 1)
+        self._held.take(column, page)
+        self.nbytes -= alone.size
+        return alone

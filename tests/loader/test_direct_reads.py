@@ -1,0 +1,523 @@
+"""Objects in memory that the store lends are copied from there, and nothing is used that was not proven."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+import structlog
+
+from softload import PageLoader, PageStatus, PageStore, events, lending
+from softload.geometry import DraftMode
+from softload.native_calls import CallSpan
+from softload.protocols import Descriptor
+from softload.stores import LendingWrapperStore, MemoryStore
+from softload.testing import HangingStore, RecordingStore
+
+from .harness import (
+    Pools,
+    any_of,
+    arrived,
+    assert_outcome,
+    config,
+    eventually,
+    is_of,
+    keys,
+    load,
+    make_pools,
+    opened,
+    put,
+    settle,
+    store,
+)
+
+pytestmark = pytest.mark.asyncio
+
+PAGES = 6
+OBJECTS = 4 * PAGES
+"""Of the target: a page has a group of layers 0, 1, 2-3 and 4."""
+
+
+@pytest.fixture(autouse=True)
+def small_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pages of these tests are smaller than what is worth a copy of its own."""
+    monkeypatch.setattr(lending, "_WORTH_BYTES", 1)
+
+
+def lending_store(**options: Any) -> MemoryStore:
+    return store(lends=True, **options)
+
+
+class Gate:
+    """The engine's fence: what happens between admission and copy happens while it is shut."""
+
+    def __init__(self) -> None:
+        self.arrived = threading.Event()
+        self.opens = threading.Event()
+
+    def __call__(self) -> None:
+        self.arrived.set()
+        assert self.opens.wait(20)
+
+    async def wait(self) -> None:
+        """Until a unit is admitted and would copy."""
+        assert await anyio.to_thread.run_sync(self.arrived.wait, 20)
+
+
+def object_keys(loader: PageLoader, pools: Pools, page_key: str) -> list[str]:
+    """The keys of one page's objects, first layers first."""
+    context = loader._context
+    assert context is not None
+    return [
+        context.keys.object_key(page_key, name, spec.part)
+        for name, specs in pools.group.specs(context.config.layout).items()
+        for spec in specs
+    ]
+
+
+def bytes_of(memory: MemoryStore, key: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """An object where it lies, writable."""
+    assert memory._arena is not None
+    found = memory._objects[key]
+    return memory._arena[found.offset : found.offset + found.size]
+
+
+def put_object(memory: MemoryStore, key: str, data: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+    data = np.ascontiguousarray(data)
+    assert memory.put_start([key], [data.size]) == [0]
+    assert memory.put_write([key], [data.ctypes.data], [data.size]) == [data.size]
+    assert memory.put_end([key]) == [0]
+
+
+async def test_what_the_store_lends_is_not_read() -> None:
+    pools = make_pools()
+    recording = RecordingStore(lending_store())
+    async with opened(recording, pools) as loader:
+        await put(loader, pools, keys(PAGES))
+        async with loader.load([pools.unit("a", keys(PAGES), range(PAGES))]) as handle:
+            assert (await handle.admitted())["a"] == PAGES
+            report = await handle.report()
+        assert_outcome(report.outcomes["a"], PAGES)
+        pools.assert_restored(keys(PAGES), range(PAGES))
+        pools.assert_rows_kept(range(PAGES))
+        assert recording.count("read") == 0
+        now = loader.statistics()
+        size = sum(descriptor.size for descriptor in recording.descriptors(object_keys(loader, pools, "k0")))  # type: ignore[union-attr]
+        assert report.bytes_loaded == now.bytes_loaded == now.bytes_direct == size * PAGES
+        assert now.kept_bytes == 0
+        await settle(loader)
+
+
+@pytest.mark.parametrize(
+    "options", [{"direct_reads": False}, {"layout": "page"}, {"integrity": "off"}], ids=["off", "page", "unchecked"]
+)
+async def test_other_loads_are_read(options: dict[str, Any]) -> None:
+    pools = make_pools()
+    recording = RecordingStore(lending_store())
+    async with opened(recording, pools, **options) as loader:
+        await put(loader, pools, keys(PAGES))
+        assert_outcome((await load(loader, pools.unit("a", keys(PAGES), range(PAGES))))["a"], PAGES)
+        pools.assert_restored(keys(PAGES), range(PAGES))
+        assert recording.count("read") + recording.count("read_ranges") > 0
+        assert loader.statistics().bytes_direct == 0
+        await settle(loader)
+
+
+async def test_prefetches_land_and_their_bytes_serve_later_loads() -> None:
+    pools = make_pools()
+    recording = RecordingStore(lending_store())
+    async with opened(recording, pools) as loader:
+        await put(loader, pools, keys(3))
+        async with loader.prefetch([pools.unit("a", keys(3))]) as prefetch:
+            assert (await prefetch.landed())["a"] == 3
+        assert sorted(recording.keys_of("read")) == sorted(
+            key for page in keys(3) for key in object_keys(loader, pools, page)
+        )
+        recording.clear()
+        outcomes = await load(loader, pools.unit("b", keys(3), range(3)))
+        assert_outcome(outcomes["b"], 3)
+        pools.assert_restored(keys(3), range(3))
+        assert recording.count("read") == loader.statistics().bytes_direct == 0
+        await settle(loader)
+
+
+async def test_memory_for_one_page_is_enough_for_what_needs_none() -> None:
+    pools = make_pools(width=256)
+    page = 5 * 4 * 256 + 4 * 32
+    recording = RecordingStore(lending_store())
+    async with opened(recording, pools, landing_bytes=page * 4) as loader:
+        for key in keys(16):
+            await put(loader, pools, [key])
+        assert_outcome((await load(loader, pools.unit("a", keys(16), range(16))))["a"], 16)
+        pools.assert_restored(keys(16), range(16))
+        assert recording.count("read") == 0
+
+
+async def test_many_units_that_want_the_same_pages() -> None:
+    pools = make_pools()
+    async with opened(lending_store(), pools) as loader:
+        await put(loader, pools, keys(PAGES))
+        rows = [range(PAGES * nth, PAGES * (nth + 1)) for nth in range(6)]
+        outcomes = await load(loader, *(pools.unit(f"r{nth}", keys(PAGES), mine) for nth, mine in enumerate(rows)))
+        for nth, mine in enumerate(rows):
+            assert_outcome(outcomes[f"r{nth}"], PAGES)
+            pools.assert_restored(keys(PAGES), mine)
+        await settle(loader)
+
+
+class Elsewhere(LendingWrapperStore):
+    """Says of some objects that another endpoint has them: those are read."""
+
+    def __init__(self, inner: PageStore, when: Callable[[str], bool]) -> None:
+        super().__init__(inner)
+        self._when = when
+
+    def descriptors(self, keys: Sequence[str]) -> Sequence[Descriptor | PageStatus]:
+        return [
+            answer._replace(endpoint="elsewhere") if isinstance(answer, Descriptor) and self._when(key) else answer
+            for key, answer in zip(keys, super().descriptors(keys), strict=True)
+        ]
+
+
+@pytest.mark.parametrize(
+    "when",
+    [is_of("k0"), is_of("k3"), is_of("k1", "k2", "k4"), lambda key: key.endswith("g0"), lambda key: key.endswith("g3")],
+    ids=["first page", "middle page", "some", "first layer", "last layer"],
+)
+async def test_what_others_have_is_read(when: Callable[[str], bool]) -> None:
+    pools = make_pools()
+    recording = RecordingStore(Elsewhere(lending_store(), when))
+    async with opened(recording, pools) as loader:
+        await put(loader, pools, keys(PAGES))
+        assert_outcome((await load(loader, pools.unit("a", keys(PAGES), range(PAGES))))["a"], PAGES)
+        pools.assert_restored(keys(PAGES), range(PAGES))
+        pools.assert_rows_kept(range(PAGES))
+        every = [key for page in keys(PAGES) for key in object_keys(loader, pools, page)]
+        assert sorted(recording.keys_of("read")) == sorted(filter(when, every))
+        await settle(loader)
+
+
+@pytest.mark.parametrize("draft", [DraftMode.SIDECAR, DraftMode.PACKED])
+async def test_drafts_are_lent_too(draft: DraftMode) -> None:
+    pools = make_pools(draft=draft)
+    recording = RecordingStore(lending_store())
+    async with opened(recording, pools) as loader:
+        await put(loader, pools, keys(PAGES))
+        outcome = (await load(loader, pools.unit("a", keys(PAGES), range(PAGES))))["a"]
+        assert_outcome(outcome, PAGES)
+        assert outcome.draft_pages == PAGES
+        pools.assert_restored(keys(PAGES), range(PAGES))
+        assert recording.count("read") == 0
+        await settle(loader)
+
+
+async def test_a_draft_that_is_replaced_costs_the_draft_alone() -> None:
+    pools = make_pools(draft=DraftMode.SIDECAR)
+    memory = lending_store()
+    async with opened(memory, pools) as loader:
+        await put(loader, pools, keys(3))
+        gate = Gate()
+        async with loader.load([pools.unit("a", keys(3), range(3), ready=gate)]) as handle:
+            await gate.wait()
+            gone = next(key for key in object_keys(loader, pools, "k1") if "draft" in key)
+            data = bytes_of(memory, gone).copy()
+            assert memory.remove([gone], force=True) == [0]
+            put_object(memory, "another", ~data)
+            gate.opens.set()
+            outcome = (await handle.report()).outcomes["a"]
+        assert_outcome(outcome, 3)
+        assert outcome.draft_pages == 1
+        pools.assert_restored(keys(3), range(3), draft=False)
+        pools.assert_restored(keys(1), range(1), draft=True)
+        assert all(pools.is_zero(row) for row in (1, 2))
+        await settle(loader)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["gone", "stored again elsewhere"])
+@pytest.mark.parametrize("group", [0, 2, 3])
+async def test_an_object_that_is_replaced_before_it_is_copied(group: int, again: bool) -> None:
+    """Another one, with a valid tail, lies at its address when it is copied."""
+    pools = make_pools()
+    recording = RecordingStore(memory := lending_store())
+    async with opened(recording, pools) as loader:
+        await put(loader, pools, keys(PAGES))
+        gate = Gate()
+        async with loader.load([pools.unit("a", keys(PAGES), range(PAGES), ready=gate)]) as handle:
+            await gate.wait()
+            key = object_keys(loader, pools, "k3")[group]
+            (before,) = memory.descriptors([key])
+            data, foreign = (
+                bytes_of(memory, key).copy(),
+                bytes_of(memory, object_keys(loader, pools, "k0")[group]).copy(),
+            )
+            assert memory.remove([key], force=True) == [0]
+            put_object(memory, "another", foreign)
+            assert memory.descriptors(["another"]) == [before]
+            if again:
+                put_object(memory, key, data)
+            gate.opens.set()
+            outcome = (await handle.report()).outcomes["a"]
+        restored = PAGES if again else 3
+        assert_outcome(outcome, restored, None if again else PageStatus.NOT_FOUND)
+        pools.assert_restored(keys(restored), range(restored))
+        pools.assert_rows_kept(range(PAGES))
+        assert recording.keys_of("read") == (key,) * recording.count("read")
+        now = loader.statistics()
+        assert (await handle.report()).bytes_loaded >= now.bytes_loaded > now.bytes_direct or not again
+        await settle(loader)
+
+
+async def test_a_foreign_page_after_a_layer_was_given_out_is_a_late_failure() -> None:
+    pools = make_pools(width=90_000, pages=8)  # a layer of these pages is copied by itself
+    memory = lending_store(capacity=32 << 20)
+    async with opened(memory, pools, landing_bytes=32 << 20) as loader:
+        await put(loader, pools, keys(3))
+        gate = Gate()
+        async with loader.load([pools.unit("a", keys(3), range(3), ready=gate)]) as handle:
+            await gate.wait()
+            key = object_keys(loader, pools, "k2")[3]
+            data = bytes_of(memory, key).copy()
+            assert memory.remove([key], force=True) == [0]
+            put_object(memory, "another", data)  # the page's own bytes, under another key: at the same place
+            bytes_of(memory, "another")[8] ^= 1
+            gate.opens.set()
+            assert "a" in (await handle.layer(0)).live
+            outcome = (await handle.report()).outcomes["a"]
+        assert_outcome(outcome, 2, PageStatus.NOT_FOUND)
+        assert outcome.late_failure is not None and outcome.late_failure.page == 2
+        pools.assert_restored(keys(2), range(2))
+        await settle(loader)
+
+
+@pytest.mark.parametrize("integrity", ["sample", "full"])
+async def test_corrupt_bytes_are_read_again_and_removed(integrity: str) -> None:
+    pools = make_pools(width=2048)
+    recording = RecordingStore(memory := lending_store())
+    async with opened(recording, pools, integrity=integrity) as loader:
+        await put(loader, pools, keys(4))
+        key = object_keys(loader, pools, "k2")[2]
+        bytes_of(memory, key)[100 if integrity == "full" else 10] ^= 0xFF
+        assert_outcome((await load(loader, pools.unit("a", keys(4), range(4))))["a"], 2, PageStatus.CORRUPT)
+        pools.assert_restored(keys(2), range(2))
+        await settle(loader)
+        assert recording.keys_of("read") == (key, key)
+        await eventually(lambda: recording.keys_of("remove") == (key,))
+        assert memory.exists([key]) == [False]
+        assert loader.statistics().removed_corrupt == 1
+
+
+async def test_an_object_without_a_digest_is_not_proven_by_its_place() -> None:
+    pools = make_pools()
+    recording = RecordingStore(memory := lending_store())
+    async with opened(recording, pools) as loader:
+        await put(loader, pools, keys(2))
+        key = object_keys(loader, pools, "k1")[0]
+        bytes_of(memory, key)[-16:] = 0
+        assert_outcome((await load(loader, pools.unit("a", keys(2), range(2))))["a"], 2)
+        pools.assert_restored(keys(2), range(2))
+        assert recording.keys_of("read") == (key,)
+
+
+async def test_past_its_lease_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    pools = make_pools()
+    recording = RecordingStore(lending_store(lease=5.0))
+    async with opened(recording, pools) as loader:
+        assert loader._context is not None
+        lender = loader._context.lender
+        now = 1000.0
+        monkeypatch.setattr(lender, "clock", lambda: now)
+        await put(loader, pools, keys(PAGES))
+        gate = Gate()
+        async with loader.load([pools.unit("a", keys(PAGES), range(PAGES), ready=gate)]) as handle:
+            await gate.wait()
+            now += 5.0
+            gate.opens.set()
+            assert_outcome((await handle.report()).outcomes["a"], PAGES)
+        pools.assert_restored(keys(PAGES), range(PAGES))
+        assert len(recording.keys_of("read")) == OBJECTS
+        assert loader.statistics().bytes_direct == 0
+        await settle(loader)
+
+
+async def test_without_memory_for_what_was_not_proven_it_is_a_miss() -> None:
+    pools = make_pools(width=256)
+    memory = lending_store()
+    async with opened(memory, pools, landing_bytes=(5 * 4 * 256 + 4 * 32) * 4) as loader:
+        for key in keys(8):
+            await put(loader, pools, [key])
+        for key in keys(8)[2:]:
+            for each in object_keys(loader, pools, key):
+                bytes_of(memory, each)[40] ^= 1
+        outcome = (await load(loader, pools.unit("a", keys(8), range(8))))["a"]
+        assert_outcome(outcome, 2, PageStatus.CORRUPT)
+        assert PageStatus.SHED in {page.status for page in outcome.pages}
+        pools.assert_restored(keys(2), range(2))
+        await settle(loader)
+
+
+async def test_the_store_closes_before_the_copy() -> None:
+    pools = make_pools()
+    memory = lending_store()
+    async with opened(memory, pools) as loader:
+        await put(loader, pools, keys(3))
+        gate = Gate()
+        async with loader.load([pools.unit("a", keys(3), range(3), ready=gate)]) as handle:
+            await gate.wait()
+            memory.close()
+            gate.opens.set()
+            assert_outcome((await handle.report()).outcomes["a"], 0, PageStatus.STORE_UNREACHABLE)
+        pools.assert_rows_kept()
+        await settle(loader)
+
+
+async def test_a_deadline_before_the_copy_leaves_the_slots_alone() -> None:
+    pools = make_pools()
+    async with opened(lending_store(), pools) as loader:
+        await put(loader, pools, keys(3))
+        gate = Gate()
+        outcome = (await load(loader, pools.unit("a", keys(3), range(3), deadline=0.15, ready=gate)))["a"]
+        gate.opens.set()
+        assert_outcome(outcome, 0, PageStatus.TIMED_OUT)
+        pools.assert_rows_kept()
+        await settle(loader)
+
+
+async def test_a_deadline_while_the_rest_is_read_keeps_what_is_proven() -> None:
+    """What the deadline finds lent is worth a last chunk, if that is proven too."""
+    pools = make_pools()
+    hanging = HangingStore(memory := lending_store())
+    shared = _Lent(hanging, memory)
+    async with opened(shared, pools) as loader:
+        await put(loader, pools, keys(PAGES))
+        key = object_keys(loader, pools, "k4")[1]
+        bytes_of(memory, key)[9] ^= 1
+        hanging.hold("read")
+        async with loader.load([pools.unit("a", keys(PAGES), range(PAGES), deadline=0.3)]) as handle:
+            await arrived(hanging, "read")
+            bytes_of(memory, object_keys(loader, pools, "k2")[3])[9] ^= 1  # in a layer that comes later
+            outcome = (await handle.report()).outcomes["a"]
+        assert_outcome(outcome, 2, PageStatus.TIMED_OUT)
+        pools.assert_restored(keys(2), range(2))
+        hanging.release()
+        await settle(loader)
+
+
+async def test_cancelled_while_what_was_not_proven_is_read() -> None:
+    pools = make_pools()
+    hanging = HangingStore(memory := lending_store())
+    async with opened(_Lent(hanging, memory), pools) as loader:
+        await put(loader, pools, keys(3))
+        bytes_of(memory, object_keys(loader, pools, "k1")[0])[9] ^= 1
+        hanging.hold("read", any_of("k1"))
+        async with loader.load([pools.unit("a", keys(3), range(3))]) as handle:
+            await arrived(hanging, "read")
+        assert_outcome((await handle.report()).outcomes["a"], 0, PageStatus.CANCELLED)
+        hanging.release()
+        await settle(loader)
+
+
+class _Lent(LendingWrapperStore):
+    """Calls go to `inner`, which may hold them; `memory` lends."""
+
+    def __init__(self, inner: PageStore, memory: MemoryStore) -> None:
+        super().__init__(inner)
+        self._memory = memory
+
+    def lend(self, key: str, descriptor: Descriptor) -> range | None:
+        return self._memory.lend(key, descriptor)
+
+    def hold(self) -> AbstractContextManager[bool]:
+        return self._memory.hold()
+
+
+class Odd(LendingWrapperStore):
+    """Answers something else than it should when it is asked to lend, or to hold what it lends."""
+
+    def __init__(self, inner: PageStore, lent: object, held: object = None) -> None:
+        super().__init__(inner)
+        self._lent = lent
+        self._held = held
+
+    def lend(self, key: str, descriptor: Descriptor) -> range | None:
+        if isinstance(self._lent, BaseException):
+            raise self._lent
+        found: Any = self._lent(super().lend(key, descriptor)) if callable(self._lent) else self._lent
+        return found
+
+    def hold(self) -> AbstractContextManager[bool]:
+        return self._hold() if self._held is not None else super().hold()
+
+    @contextmanager
+    def _hold(self) -> Iterator[Any]:
+        if self._held == "raises":
+            raise RuntimeError("odd")
+        yield self._held
+        raise RuntimeError("odd, at the end")
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        (RuntimeError("odd"),),
+        (SystemExit(1),),
+        (0,),
+        ((1, 2),),
+        (range(0),),
+        (lambda lent: range(lent.start, lent.stop, 2),),
+        (lambda lent: range(lent.stop, lent.stop + 1),),
+        (lambda lent: lent, "raises"),
+        (lambda lent: lent, 1),
+        (lambda lent: lent, False),
+    ],
+    ids=["raises", "exits", "number", "pair", "empty", "steps", "beside", "hold raises", "hold odd", "hold refuses"],
+)
+async def test_a_store_that_lends_nonsense_is_read(odd: tuple[Any, ...]) -> None:
+    pools = make_pools()
+    recording = RecordingStore(Odd(lending_store(), *odd))
+    async with opened(recording, pools) as loader:
+        await put(loader, pools, keys(3))
+        assert_outcome((await load(loader, pools.unit("a", keys(3), range(3))))["a"], 3)
+        pools.assert_restored(keys(3), range(3))
+        assert len(recording.keys_of("read")) == 4 * 3
+        assert loader.statistics().bytes_direct == 0
+        await settle(loader)
+
+
+async def test_a_hold_that_raises_at_its_end_costs_nothing() -> None:
+    pools = make_pools()
+    recording = RecordingStore(Odd(lending_store(), lambda lent: lent, True))
+    with structlog.testing.capture_logs() as logs:
+        async with opened(recording, pools) as loader:
+            await put(loader, pools, keys(3))
+            assert_outcome((await load(loader, pools.unit("a", keys(3), range(3))))["a"], 3)
+            pools.assert_restored(keys(3), range(3))
+    assert recording.count("read") == 0
+    assert [entry["method"] for entry in logs if entry["event"] == events.STORE_RAISED] == ["hold"]
+
+
+async def test_wrappers_that_change_what_reads_bring_do_not_lend() -> None:
+    pools = make_pools()
+    hanging = HangingStore(lending_store())
+    async with opened(hanging, pools) as loader:
+        await put(loader, pools, keys(2))
+        hanging.hold("read")
+        async with loader.load([pools.unit("a", keys(2), range(2))]) as handle:
+            await arrived(hanging, "read")
+            hanging.release()
+            assert_outcome((await handle.report()).outcomes["a"], 2)
+
+
+async def test_traces_tell_direct_reads_from_copies() -> None:
+    pools = make_pools()
+    spans: list[CallSpan] = []
+    async with PageLoader(lending_store(), pools.group, config=config(), on_call=spans.append) as loader:
+        await put(loader, pools, keys(2))
+        spans.clear()
+        await load(loader, pools.unit("a", keys(2), range(2)))
+    assert {span.label for span in spans if span.group == "compute"} == {"direct read"}
+    assert not [span for span in spans if span.group == "read"]
