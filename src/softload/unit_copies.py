@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
@@ -135,7 +136,7 @@ class UnitCopies:
         """
         errors: list[Exception] = []
         running: set[NativeCall[list[Refuted] | None]] = set()
-        returned = anyio.Event()
+        returned = asyncio.Event()
 
         def back(call: NativeCall[list[Refuted] | None]) -> None:
             running.discard(call)
@@ -162,11 +163,12 @@ class UnitCopies:
                 await returned.wait()
         finally:
             # Failed or cancelled: what has not started never will, what has started ends before anybody goes on.
-            running.difference_update([call for call in list(running) if call.withdraw()])
-            with anyio.CancelScope(shield=True):
-                while running:
-                    returned = anyio.Event()
-                    await returned.wait()
+            if running:
+                running.difference_update([call for call in list(running) if call.withdraw()])
+                with anyio.CancelScope(shield=True):
+                    while running:
+                        returned = asyncio.Event()
+                        await returned.wait()
         if errors:
             self._context.log.tell(
                 _log.error, events.COPY_FAILED, request_id=self._wants.request_id, error=repr(errors[0])

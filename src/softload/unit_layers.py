@@ -24,6 +24,8 @@ __all__ = ["UnitLayers"]
 
 _COPIED_ALONG = 1 << 20
 """Fewer bytes are copied together with the next layers', where those have landed too."""
+_CROWDED_ALONG = 4 << 20
+"""The same where many units wait for their turn."""
 
 
 class LayeredUnit(Protocol):
@@ -93,7 +95,8 @@ class UnitLayers:
                 await self._context.pacer.turn()
             copies = self._copies_of(layers)
             nbytes = sum(copy.nbytes for copy in copies)
-            while left and nbytes < _COPIED_ALONG and self._is_here(left[0]):
+            along = _CROWDED_ALONG if self._context.pacer.is_crowded else _COPIED_ALONG
+            while left and nbytes < along and self._is_here(left[0]):
                 more = self._copies_of(left[0])
                 nbytes += sum(copy.nbytes for copy in more)
                 copies += more
@@ -167,6 +170,6 @@ class UnitLayers:
     def _columns_of(self, layers: range) -> list[Column]:
         known = self._columns.get(layers)
         if known is None:
-            known = [column for column in self._wants.columns if any(layer in layers for layer in column.spec.layers)]
+            known = [column for column in self._wants.columns if column.spec.has_any(layers)]
             self._columns[layers] = known
         return known

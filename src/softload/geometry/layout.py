@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -60,6 +61,11 @@ class ObjectSpec:
     target_size: int
     layers: tuple[int, ...]
     fragments: tuple[Fragment, ...]
+
+    def has_any(self, layers: range) -> bool:
+        """Whether bytes of any of these neighbouring layers are in it."""
+        first = bisect_left(self.layers, layers.start)
+        return first < len(self.layers) and self.layers[first] < layers.stop
 
 
 def layer_groups(num_layers: int) -> tuple[range, ...]:
