@@ -268,14 +268,14 @@ class UnitCopies:
     def _column_copies(self, column: Column, fragments: Sequence[Fragment], pages: range) -> list[AnyCopy]:
         found: list[AnyCopy] = []
         first = pages.start
-        until, most = self._fetches.loans.until, self._context.config.copy_chunk_bytes
+        until = self._fetches.loans.until
         for is_lent, some in groupby(
             self._fetches.segments(column, pages), lambda each: each.state is SegmentState.LENT
         ):
             segments = list(some)
             span = range(first, first + sum(segment.count for segment in segments))
             if is_lent:
-                found += lent_copies(column, fragments, segments, span, until=until, max_bytes=most)
+                found += lent_copies(column, fragments, segments, span, until)
             else:
                 found += copies_in(column, fragments, segments, span)
             first = span.stop
