@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 import anyio
@@ -25,13 +25,6 @@ from softload.unit_pages import UnitPages
 __all__ = ["UnitCopies"]
 
 _log = structlog.get_logger(__name__)
-
-
-Meanwhile = Callable[[], Awaitable[object]]
-
-
-async def _nothing() -> None:
-    """Nothing to do meanwhile."""
 
 
 class UnitCopies:
@@ -72,20 +65,19 @@ class UnitCopies:
         self._fence = None
         return None
 
-    async def copy(self, copies: Sequence[Copy], layer: int, meanwhile: Meanwhile = _nothing) -> bool:
+    async def copy(self, copies: Sequence[Copy], layer: int) -> bool:
         """Copy in chunks; the deadline may pass between two, never within one. False once one has failed.
 
         Args:
             copies: what to copy.
             layer: the first that waits for it; lower ones, of whatever unit, go first.
-            meanwhile: awaited while they run.
         """
         if copies:
             self._move_slots(SlotState.FILLING)
         parts = list(chunks(copies, self._context.config.copy_chunk_bytes))
-        return await self._run_all(parts, float(layer), meanwhile)
+        return await self._run_all(parts, float(layer))
 
-    async def _run_all(self, parts: Sequence[Sequence[Copy]], priority: float, meanwhile: Meanwhile = _nothing) -> bool:
+    async def _run_all(self, parts: Sequence[Sequence[Copy]], priority: float) -> bool:
         """Copy chunks on as many lanes as there are; they never touch the same bytes. False once one has failed."""
         errors: list[Exception] = []
         running: set[NativeCall[None]] = set()
@@ -108,7 +100,6 @@ class UnitCopies:
             errors.append(error)
         try:
             if running and not errors:
-                await meanwhile()
                 await returned.wait()
         finally:
             # Failed or cancelled: what has not started never will, what has started ends before anybody goes on.
