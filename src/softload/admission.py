@@ -122,17 +122,23 @@ async def _ask_in_slices(
 ) -> list[Descriptor | PageStatus]:
     """Ask for the first `count` of the keys, tell, and go on with the others: one call after the other on one lane."""
     loop = asyncio.get_running_loop()
+    is_wanted = True
 
     def ask() -> list[Descriptor | PageStatus]:
         found: list[Descriptor | PageStatus] = []
         for some in (keys[:count], keys[count:]):
             for start in range(0, len(some), _SLICE):
+                if not is_wanted:  # given up since: the lane, and the master, are there for others
+                    return found
                 found += context.calls.descriptors(some[start : start + _SLICE])
             if len(found) == count > 0:
                 tell_loop(loop, on_first, dict(zip(keys, found, strict=False)))
         return found
 
-    return await context.ask_master(ask, len(keys), until)
+    try:
+        return await context.ask_master(ask, len(keys), until)
+    finally:
+        is_wanted = False
 
 
 def _all_readable(
@@ -226,7 +232,7 @@ def _revalidated(
             endpoints[answer.endpoint] = _ask_endpoint(context, answer.endpoint)
         refused = endpoints[answer.endpoint]
         if isinstance(refused, PageStatus):
-            context.health.negative.add(key, refused)
+            context.health.refuse((key,), answer.endpoint, refused)
             return refused
     if size not in (spec.size, spec.target_size):
         return PageStatus.WRONG_SIZE

@@ -168,7 +168,13 @@ class Context:
         if permit is None:
             return [PageStatus.SUPPRESSED] * count
         returned = anyio.Event()
-        call = NativeCall(function, lambda _: returned.set())
+
+        def on_return(call: NativeCall[list[T | PageStatus]]) -> None:
+            returned.set()
+            if call.abandoned and call.value is not None:
+                self.health.master_came_late(call.value, call.elapsed())
+
+        call = NativeCall(function, on_return)
         try:
             self.control.submit(call)
             with self.wait_until(until) as scope:
@@ -177,13 +183,14 @@ class Context:
                 return [PageStatus.CANCELLED] * count
             if scope.cancelled_caught and not call.finished:
                 if call.elapsed() > _FAIR_SECONDS:
-                    self.health.master_timed_out()
+                    self.health.master_timed_out(call)
                 return [PageStatus.TIMED_OUT] * count
             if isinstance(call.error, RefusedError):  # the loader was closed before the call had its turn
                 raise call.error
             answers = call.value if call.value is not None else [PageStatus.MALFORMED] * count
             some = PageStatus in set(map(type, answers))  # as a rule none: then nobody looks at each
-            self.health.record_master([answer for answer in answers if isinstance(answer, PageStatus)] if some else [])
+            statuses = [answer for answer in answers if isinstance(answer, PageStatus)] if some else []
+            self.health.record_master(statuses, started_at=call.started_at)
             return list(answers)
         except RefusedError:
             return [PageStatus.SHED] * count

@@ -54,6 +54,10 @@ class Costs:
         return items * self.item + nbytes * self.byte
 
 
+_EXPECTED_START = Costs(30e-6, 1e-3)
+"""Of sessions: seconds for each, and for the question."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Fit:
     """Least squares of relative errors with two unknowns, held to what is expected by a small weight.
@@ -105,7 +109,7 @@ class _Endpoint:
 
 
 class CostModel:
-    """What reads cost, by endpoint. Bounded: the endpoint that was read from longest ago is forgotten.
+    """What reads cost, by endpoint, and sessions. Bounded: the endpoint that was read from longest ago is forgotten.
 
     Args:
         capacity: endpoints at most.
@@ -116,6 +120,7 @@ class CostModel:
         self._capacity = capacity
         self._clock = clock
         self._endpoints: dict[str, _Endpoint] = {}
+        self._starts = _Fit()
 
     def record(self, endpoint: str, *, ranged: bool, items: int, nbytes: int, seconds: float) -> None:
         """A read is back, good and in time.
@@ -142,6 +147,14 @@ class CostModel:
             return Costs(_EXPECTED_ITEM[ranged], _EXPECTED_BYTE)
         expected = Costs(_EXPECTED_ITEM[ranged], 1 / (_HOPE * known.rate) if known.rate else _EXPECTED_BYTE)
         return known.fits[ranged].faded(self._clock()).solve(expected)
+
+    def record_start(self, sessions: int, seconds: float) -> None:
+        """Ranges of so many objects are about to be read: what it took until each had its session."""
+        self._starts = self._starts.faded(self._clock(), _FORGET).with_sample(sessions, 1, max(seconds, 1e-7))
+
+    def start_seconds(self, sessions: int) -> float:
+        """What it should take now until so many objects have sessions, before the first range of one is read."""
+        return self._starts.faded(self._clock()).solve(_EXPECTED_START).seconds(sessions, 1)
 
 
 def stall(steps: Sequence[tuple[int, float, float]], layer_seconds: float) -> float:
@@ -174,15 +187,18 @@ def best_way(
     part_seconds: Callable[[range], float],
     copy_seconds: Callable[[range], float],
     layer_seconds: float,
+    start_seconds: float = 0.0,
 ) -> Way:
     """The way to read that makes a forward wait least: whole, or in two parts or more of neighbouring groups of layers.
 
     Args:
-        groups: the groups of layers that are copied one after another, in order.
+        groups: the groups of layers that are copied one after another, in order; those of which nothing is read are
+            left out, since nobody waits for them.
         whole_seconds: what whole objects take to read.
         part_seconds: what the ranges of some layers take.
         copy_seconds: what the copy of some layers into their slots takes.
         layer_seconds: what the forward takes for a layer; 0 where all of it is wanted as soon as possible.
+        start_seconds: what goes before the first range is read.
     """
     copies = [copy_seconds(group) for group in groups]
     starts = [group.start * layer_seconds for group in groups]
@@ -212,5 +228,5 @@ def best_way(
             if wait < bound:
                 search(stop, there, now, wait, (*parts, layers))
 
-    search(0, 0.0, 0.0, 0.0, ())
+    search(0, start_seconds, 0.0, 0.0, ())
     return best

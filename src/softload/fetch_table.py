@@ -18,10 +18,11 @@ class FetchTable:
 
     def __init__(self) -> None:
         self._fetches: dict[str, Fetch] = {}
-        self._kept: OrderedDict[str, Fetch] = OrderedDict()
+        self._kept: OrderedDict[float, dict[str, Fetch]] = OrderedDict()
+        """By when their time is over, the oldest first: pieces of one are as old as it was."""
 
     def __repr__(self) -> str:
-        return f"{len(self._fetches)} objects, {len(self._kept)} fetches kept"
+        return f"{len(self._fetches)} objects, {sum(map(len, self._kept.values()))} fetches kept"
 
     def find(self, key: str) -> Fetch | None:
         """The fetch of a key that may be joined: its bytes are here, or on their way and not late.
@@ -72,9 +73,10 @@ class FetchTable:
         pieces = fetch.split(bounds)
         for piece in pieces:
             self._fetches.update((key, piece) for key in piece.keys if self._fetches.get(key) is fetch)
-        if self._kept.get(fetch.key) is fetch:
-            del self._kept[fetch.key]
-            self._kept.update((piece.key, piece) for piece in pieces)
+        kept = self._kept.get(fetch.keep_until, {})
+        if kept.get(fetch.key) is fetch:
+            del kept[fetch.key]
+            kept.update((piece.key, piece) for piece in pieces)
         for listener in listeners:
             listener.fetch_split(fetch, pieces)
         return pieces
@@ -91,36 +93,46 @@ class FetchTable:
     # -- what nobody wants
 
     def keep(self, fetch: Fetch, until: float) -> None:
-        """Its bytes may serve others until then."""
+        """Its bytes may serve others until then; that is no earlier than for those that are kept already."""
         fetch.keep_until = until
-        self._kept[fetch.key] = fetch
+        self._kept.setdefault(until, {})[fetch.key] = fetch
 
     def join_kept(self, fetch: Fetch) -> None:
         """Somebody wants it."""
-        self._kept.pop(fetch.key, None)
+        kept = self._kept.get(fetch.keep_until, {})
+        if kept.get(fetch.key) is fetch:
+            self._drop(fetch)
 
     def take_oldest(self, nbytes: int) -> Iterator[Fetch]:
         """Kept fetches of at least so many bytes, that are not kept any more; fewer where there are no more."""
         while self._kept and nbytes > 0:
-            fetch = next(iter(self._kept.values()))
+            fetch = self._oldest()
             wanted = -(-nbytes // fetch.segment.stride)
             if wanted < fetch.count:
-                fetch, rest = self.split(fetch, [0, wanted, fetch.count])
-                self._kept.move_to_end(rest.key, last=False)
-            del self._kept[fetch.key]
+                fetch, _ = self.split(fetch, [0, wanted, fetch.count])
+            self._drop(fetch)
             nbytes -= fetch.segment.reserved
             yield fetch
 
     def take_expired(self, clock: Clock) -> Iterator[Fetch]:
         """Kept fetches whose time is over, that are not kept any more."""
         while self._kept:
-            fetch = next(iter(self._kept.values()))
+            fetch = self._oldest()
             if fetch.keep_until > clock():
                 return
-            del self._kept[fetch.key]
+            self._drop(fetch)
             yield fetch
 
     @property
     def kept_bytes(self) -> int:
         """Bytes of all that is kept."""
-        return sum(fetch.segment.reserved for fetch in self._kept.values())
+        return sum(fetch.segment.reserved for kept in self._kept.values() for fetch in kept.values())
+
+    def _oldest(self) -> Fetch:
+        return next(iter(next(iter(self._kept.values())).values()))
+
+    def _drop(self, fetch: Fetch) -> None:
+        kept = self._kept[fetch.keep_until]
+        del kept[fetch.key]
+        if not kept:
+            del self._kept[fetch.keep_until]

@@ -1,20 +1,26 @@
 """What is known to be broken: breakers by endpoint and master, refuted keys, failed requests.
 
-Misses never count. A breaker opens when 3 of the last 5 outcomes were outages, stays open for a cool-down that doubles
-from 1 to 30 s with jitter, and then lets one probe through.
+Misses never count. A breaker opens when 3 of the last 5 outcomes were outages, or at one call that was waited for in
+vain while nothing else came from there either; stays open for a cool-down that doubles from 1 to 30 s with jitter, and
+then lets one probe through.
 """
 
 from __future__ import annotations
 
+import asyncio
+import math
 import random
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import structlog
 
 from softload import events
+from softload.callbacks import callback_context
+from softload.native_calls import NativeCall
 from softload.outcomes import PageStatus
 from softload.protocols import Clock
 from softload.request_log import tell
@@ -32,6 +38,12 @@ MAX_ENDPOINTS = 4096
 _WINDOW = 5
 _FAILURES = 3
 _COOL_DOWN = (1.0, 30.0)
+_MASTER_SECONDS = 0.05
+"""More than any question to the master should take."""
+
+_SILENT_SECONDS = 0.5
+"""What does not answer for so long is down, and not just slow: no second call is lost to it."""
+
 _NEGATIVE_SECONDS = {PageStatus.NO_MEMORY_REPLICA: 2.0, PageStatus.CORRUPT: 60.0}
 _NEGATIVE_DEFAULT = 10.0
 
@@ -41,8 +53,8 @@ class Breaker:
 
     | state | `allows` | left by |
     | --- | --- | --- |
-    | closed | always | 3 of the last 5 outcomes are outages: open |
-    | open | never | the cool-down has passed: half open |
+    | closed | always | 3 of the last 5 outcomes are outages, or it is silent: open |
+    | open | never | the cool-down, or the silence, is over: half open |
     | half open | one probe at a time | success: closed; failure: open, twice as long |
 
     The next probe starts when the permit of the last one is back, whatever other calls find out meanwhile.
@@ -56,6 +68,11 @@ class Breaker:
         self._open_until: float | None = None
         self._cool_down = _COOL_DOWN[0]
         self._probe: Permit | None = None
+        self._heard_at = -math.inf
+        self.answers = 0
+        """Good outcomes so far, late ones too."""
+        self.answered_start = -math.inf
+        """When the last of the calls that had good outcomes started, `time.monotonic`."""
 
     def __repr__(self) -> str:
         return f"<Breaker {self.name}: {'open' if self.is_open else 'closed'}>"
@@ -69,6 +86,15 @@ class Breaker:
     def refuses(self) -> bool:
         """Whether a call would be refused now; takes no permit."""
         return self._open_until is not None and (self._probe is not None or self._clock() < self._open_until)
+
+    @property
+    def seconds_left(self) -> float:
+        """For how long it refuses all calls yet."""
+        return 0.0 if self._open_until is None else max(0.0, self._open_until - self._clock())
+
+    def silence(self, seconds: float) -> float:
+        """For how long nothing has come from there, as far as a call shows that has been out for `seconds`."""
+        return min(seconds, self._clock() - self._heard_at)
 
     def allows(self) -> Permit | None:
         """Ask before a call: leave to make it, to be given back when it is over, or ``None``."""
@@ -84,11 +110,13 @@ class Breaker:
         if permit is self._probe:
             self._probe = None
 
-    def record(self, good: bool, permit: Permit | None = None) -> None:
-        """An outcome of a call; with its `permit`, the end of it."""
+    def record(self, good: bool, permit: Permit | None = None, *, started_at: float | None = None) -> None:
+        """An outcome of a call; with its `permit`, the end of it; with its start, where that is known."""
         if permit is not None:
             self.give_back(permit)
         if good:
+            self._hear()
+            self.answered_start = max(self.answered_start, started_at or -math.inf)
             self._outcomes.append(True)
             if self._open_until is not None:
                 self._open_until = None
@@ -104,6 +132,28 @@ class Breaker:
             self._cool_down = min(self._cool_down * 2, _COOL_DOWN[1])
         elif list(self._outcomes).count(False) < _FAILURES:
             return
+        self._open()
+
+    def trip(self) -> None:
+        """It is silent: that needs no further outcomes."""
+        if self._open_until is None:
+            self._open()
+
+    def came_late(self, seconds: float) -> None:
+        """A call that nobody waited for any more is back, with what it was to bring, after so many seconds.
+
+        The silence is over: whether for good is for a probe to find out, now. Where that has failed before, it may just
+        be slow, and is probed less and less often, unless the silence was as long as the cool-down.
+        """
+        self._hear()
+        if self._open_until is not None and (self._cool_down == _COOL_DOWN[0] or seconds >= self._cool_down):
+            self._open_until = min(self._open_until, self._clock())
+
+    def _hear(self) -> None:
+        self._heard_at = self._clock()
+        self.answers += 1
+
+    def _open(self) -> None:
         self._open_until = self._clock() + self._cool_down * (0.75 + 0.5 * self._jitter())
         seconds = round(self._open_until - self._clock(), 3)
         tell(_log.warning, events.BREAKER_OPENED, breaker=self.name, seconds=seconds)
@@ -132,9 +182,9 @@ class NegativeCache:
     def __len__(self) -> int:
         return len(self._until)
 
-    def add(self, key: str, status: PageStatus) -> None:
-        """Remember a refuted hit."""
-        self._until[key] = self._clock() + _NEGATIVE_SECONDS.get(status, _NEGATIVE_DEFAULT)
+    def add(self, key: str, status: PageStatus, *, at_most: float = math.inf) -> None:
+        """Remember a refuted hit, for at most so many seconds."""
+        self._until[key] = self._clock() + min(at_most, _NEGATIVE_SECONDS.get(status, _NEGATIVE_DEFAULT))
         self._until.move_to_end(key)
         while len(self._until) > self.capacity:
             self._until.popitem(last=False)
@@ -192,10 +242,10 @@ class Health:
         self._endpoints.move_to_end(name)
         return breaker
 
-    def record_master(self, statuses: list[PageStatus]) -> None:
+    def record_master(self, statuses: list[PageStatus], *, started_at: float | None = None) -> None:
         """One outcome per call that asked the master: unreachable, or not."""
         reached = PageStatus.STORE_UNREACHABLE not in statuses
-        self.master.record(reached)
+        self.master.record(reached, started_at=started_at)
         if reached and self._master_lost:
             self.on_master_back()
         self._master_lost = not reached
@@ -205,9 +255,48 @@ class Health:
         """Whether the last call that asked the master did not reach it."""
         return self._master_lost
 
-    def master_timed_out(self) -> None:
+    def master_timed_out(self, call: NativeCall[Any]) -> None:
         """A call to the master took too long; it counts at once, not when it returns."""
         self.record_master([PageStatus.STORE_UNREACHABLE])
+        self._doubt(self.master, call, _MASTER_SECONDS)
+
+    def master_came_late(self, answers: Sequence[object], seconds: float) -> None:
+        """A call to the master that nobody waited for any more is back after so many seconds."""
+        if PageStatus.STORE_UNREACHABLE not in answers:
+            self.master.came_late(seconds)
+
+    def endpoint_timed_out(self, name: str, call: NativeCall[Any], *, due: float) -> None:
+        """A read was waited for in vain, and is still out. This is besides its outcome.
+
+        Args:
+            name: of the endpoint.
+            call: the read.
+            due: seconds that it might take, several times what it should.
+        """
+        if not (self._master_lost or self.master.is_open):  # reads ask the master, too: then it may be that
+            self._doubt(self.endpoint(name), call, due)
+
+    def refuse(self, keys: Iterable[str], endpoint: str, status: PageStatus) -> None:
+        """Remember keys that lie at an endpoint that is down, for as long as it may not be asked."""
+        at_most = max(self.endpoint(endpoint).seconds_left, _COOL_DOWN[0])
+        for key in keys:
+            self.negative.add(key, status, at_most=at_most)
+
+    def _doubt(self, breaker: Breaker, call: NativeCall[Any], due: float) -> None:
+        """Open the breaker, now or by the time that nothing has come from there for long enough, if nothing does."""
+        if call.started_at is None or breaker.answered_start >= call.started_at + due / 2:
+            return  # others that set out well after it are back: it is this call, and not all of them
+        left = max(due, _SILENT_SECONDS) - breaker.silence(call.elapsed())
+        if left <= 0:
+            breaker.trip()
+            return
+        answers = breaker.answers
+
+        def judge() -> None:
+            if not call.finished and breaker.answers == answers:
+                breaker.trip()
+
+        asyncio.get_running_loop().call_later(left, judge, context=callback_context())
 
     def suppress(self, request_id: str) -> None:
         """A request failed: its lookups are answered 0 until it is computed or ends."""

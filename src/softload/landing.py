@@ -247,24 +247,22 @@ class LandingMemory:
         )
 
     def _fits(self, total: int, share: Share) -> bool:
-        if share is Share.SAVE:
-            return self._used[share] + total <= self._limits[share]
-        loads = self._used[Share.STREAMING] + self._used[Share.PREFETCH]
-        if self._over(total, share, loads):
+        if share is not Share.SAVE and self._over(total, share):
             self._reclaim(max(total, self._replacement))
-            loads = self._used[Share.STREAMING] + self._used[Share.PREFETCH]
-        return not self._over(total, share, loads)
+        return not self._over(total, share)
 
-    def _over(self, total: int, share: Share, loads: int) -> bool:
-        if share is Share.PREFETCH and self._used[share] + total > self._limits[share]:
+    def _over(self, total: int, share: Share) -> bool:
+        if share is not Share.STREAMING and self._used[share] + total > self._limits[share]:
             return True
-        return loads + total > self._limits[Share.STREAMING]
+        loads = self._used[Share.STREAMING] + self._used[Share.PREFETCH]
+        return share is not Share.SAVE and loads + total > self._limits[Share.STREAMING]
 
     def _allocate(self, sizes: Sequence[tuple[int, int]], total: int, share: Share) -> list[Segment] | None:
         segments = self._allocate_runs(sizes, share)
         if segments is None:  # enough bytes are free, but not side by side
             self._reclaim(total)
-            segments = self._allocate_runs(sizes, share)
+            # Those who waited come first, and may have been granted what that has freed.
+            segments = None if self._over(total, share) else self._allocate_runs(sizes, share)
         if segments is not None:
             self._used[share] += total
         return segments

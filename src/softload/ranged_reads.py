@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Protocol
 
+from softload.cost_model import CostModel
 from softload.fetches import Fetch, Part, PartState, Turn
 from softload.outcomes import PageStatus
+from softload.protocols import Clock
 from softload.session_states import Session
 from softload.sessions import SessionTable
 
@@ -30,11 +33,17 @@ class RangedReads:
     Args:
         reads: which submits them.
         sessions: that they need.
+        costs: told what it took to have them.
+        clock: seconds, monotonic.
     """
 
-    def __init__(self, reads: Reads, sessions: SessionTable) -> None:
+    def __init__(
+        self, reads: Reads, sessions: SessionTable, costs: CostModel, *, clock: Clock = time.monotonic
+    ) -> None:
         self._reads = reads
         self._sessions = sessions
+        self._costs = costs
+        self._clock = clock
 
     def __repr__(self) -> str:
         return f"<RangedReads {self._sessions!r}>"
@@ -47,7 +56,10 @@ class RangedReads:
     async def begin(self, parts: Sequence[Part], turn: Turn) -> None:
         """Hold sessions for the parts' objects, then have them read."""
         new = {part.fetch.key: part.fetch for part in parts if part.fetch.session is None}
+        since = self._clock()
         answers = await self._sessions.acquire(list(new)) if new else {}
+        if new and all(isinstance(answer, Session) for answer in answers.values()):
+            self._costs.record_start(len(new), self._clock() - since)
         for key, fetch in new.items():
             answer = answers[key]
             if isinstance(answer, Session):

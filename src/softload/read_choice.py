@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -79,15 +80,25 @@ def parts_to_read(
     whole_seconds = sum(whole[at].seconds(count, count * column.spec.size) for (column, at), count in work.items())
     if whole_seconds < _WORTH_SECONDS:
         return ()
-    return best_way(
-        groups,
+    # Nobody waits for layers of which nothing is read.
+    waited = [group for group in groups if any(ranges_in(column.spec, group)[1] for column, _ in work)]
+    parts = best_way(
+        waited,
         whole_seconds=whole_seconds,
         part_seconds=part_seconds,
         copy_seconds=lambda layers: sum(
             count * ranges_in(column.spec, layers)[1] / _COPY_RATE for (column, _), count in work.items()
         ),
         layer_seconds=layer_seconds,
+        start_seconds=model.start_seconds(sum(work.values())),
     ).parts
+    return _without_gaps(parts, context.pools.num_layers)
+
+
+def _without_gaps(parts: Sequence[range], num_layers: int) -> tuple[range, ...]:
+    """Parts for all layers: each goes on until the next one begins."""
+    bounds = [0, *(part.start for part in parts[1:]), num_layers]
+    return tuple(range(start, stop) for start, stop in pairwise(bounds)) if parts else ()
 
 
 def _work(wants: UnitPages, descriptors: Mapping[str, Descriptor | None], unread: Collection[str]) -> _Work:

@@ -54,12 +54,14 @@ class ReadHealth:
         elif call.master_answered:
             self._health.record_master([])
         breaker = self._health.endpoint(call.endpoint)
-        if call.timed_out:
-            return  # counted when its waiters gave up
+        if call.timed_out:  # counted when its waiters gave up
+            if PageStatus.LOADED in statuses:
+                breaker.came_late(call.native.elapsed())
+            return
         if PageStatus.TRANSFER_FAILED in statuses or PageStatus.MALFORMED in statuses:
             breaker.record(False)
         elif PageStatus.LOADED in statuses:
-            breaker.record(True)
+            breaker.record(True, started_at=call.native.started_at)
             nbytes = sum(part.nbytes for part in call.live)
             rate = nbytes / max(call.native.elapsed(), 1e-6)
             known = self._rates.pop(call.endpoint, rate)
@@ -90,15 +92,17 @@ class ReadHealth:
             call = part.call
             if part.state is PartState.IN_FLIGHT and call is not None and call.overdue:
                 breaker = self._health.endpoint(call.endpoint)
-                if not call.timed_out:
+                is_first = not call.timed_out
+                if is_first:
                     call.timed_out = True
                     self._counters.timed_out_calls += 1
                     if call.endpoint not in call.turn.suspects:
                         call.turn.suspects.add(call.endpoint)
                         breaker.record(False)
                 if breaker.is_open:
-                    for key in fetch.keys:
-                        self._health.negative.add(key, PageStatus.TIMED_OUT)
+                    self._health.refuse(fetch.keys, call.endpoint, PageStatus.TIMED_OUT)
+                elif is_first and call.native is not None:
+                    self._health.endpoint_timed_out(call.endpoint, call.native, due=call.due_seconds)
 
     def refute(self, fetch: Fetch) -> None:
         """A fetch failed."""

@@ -69,7 +69,7 @@ class Reader:
         self._clock = clock
         self._table = FetchTable()
         self._health = ReadHealth(health, counters)
-        self._ranged = RangedReads(self, sessions)
+        self._ranged = RangedReads(self, sessions, self._health.costs, clock=clock)
         self._seconds = SecondReads(self, landing, health, counters)
         self._turn = 0.0
         lanes, stuck = config.read_lanes, config.stuck_threads

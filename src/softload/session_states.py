@@ -31,7 +31,7 @@ class Session:
     started_as: int = 0
     """Its last start's number among all starts of the table."""
     in_vain: int = 0
-    """Reads that were put off for a renewal since the last one that went out."""
+    """Renewals since the last read that went out."""
     ends_again: bool = False
     """ENDING: a late start may have come after the end."""
     changed: anyio.Event = field(default_factory=anyio.Event)

@@ -148,9 +148,11 @@ class SessionTable:
             )
             for session in sessions
         )
-        wait = stale and not self.master_suspect and all(session.in_vain < _MAX_IN_VAIN for session in sessions)
-        for session in sessions:
-            session.in_vain = session.in_vain + 1 if wait else 0
+        # A renewal that is under way is not in vain yet.
+        hopeful = all(each.in_vain - (each.state is SessionState.STARTING) < _MAX_IN_VAIN for each in sessions)
+        wait = stale and hopeful and not self.master_suspect
+        for session in () if wait else sessions:
+            session.in_vain = 0
         return wait
 
     async def renew(self, sessions: Sequence[Session], *, force_up_to: int = 0) -> list[PageStatus]:
@@ -174,6 +176,8 @@ class SessionTable:
         # A failed start erases the live session, so nothing is risked while the master does not answer.
         if again and not self.master_suspect:
             self._restarted += len(again)
+            for session in again:
+                session.in_vain += 1
             await self._start_again(again)
         for session in sessions:
             while session.state is SessionState.STARTING:  # again, maybe: others that share it may force that too
@@ -227,10 +231,14 @@ class SessionTable:
                     is_second_due = False
                     with suppress(RefusedError):
                         self._ask(start)
-        finally:
-            if not start.done.is_set():
+        except BaseException:  # cancelled, maybe in the step in which it was done: nobody gets to hold them
+            if start.done.is_set():
+                self.release(session for session in start.answers.values() if isinstance(session, Session))
+            else:
                 for session in sessions:
                     session.holders -= 1
+            raise
+        finally:
             self._give_up(start)
         return start.answers
 
@@ -253,10 +261,14 @@ class SessionTable:
             RefusedError: there is no thread for it.
         """
         keys = [session.key for session in start.sessions]
-        call = NativeCall(
-            lambda: self._calls.session_start(keys),
-            lambda call: self._returned(start, call),
-        )
+        asked_at = -math.inf
+
+        def ask() -> list[PageStatus]:
+            nonlocal asked_at
+            asked_at = self._clock()  # leases begin between that and the answer, which may wait for the loop
+            return self._calls.session_start(keys)
+
+        call = NativeCall(ask, lambda call: self._returned(start, call, asked_at))
         for session in start.sessions:
             self._sessions[session.key] = session
             session.state = SessionState.STARTING
@@ -276,7 +288,7 @@ class SessionTable:
         if not start.calls:
             self._not_started(start)
 
-    def _returned(self, start: _Start, call: NativeCall[list[PageStatus]]) -> None:
+    def _returned(self, start: _Start, call: NativeCall[list[PageStatus]], asked_at: float) -> None:
         self._out.discard(call)
         start.calls.remove(call)
         statuses = call.value or [PageStatus.MALFORMED] * len(start.sessions)
@@ -286,7 +298,7 @@ class SessionTable:
             if live is session and session.state is SessionState.STARTING:
                 if start.was_lost and start.is_new:
                     session.epoch = self._epoch  # asked since the outage began and answered: of the master that is back
-                start.answers[session.key] = self._started(session, status, new=start.is_new)
+                start.answers[session.key] = self._started(session, status, asked_at, new=start.is_new)
             elif status is PageStatus.LOADED:
                 self._came_late(session.key, live)
             elif live is not None:
@@ -303,13 +315,13 @@ class SessionTable:
         elif live.state is SessionState.ENDING:
             live.ends_again = True
 
-    def _started(self, session: Session, status: PageStatus, *, new: bool) -> Session | PageStatus:
+    def _started(self, session: Session, status: PageStatus, asked_at: float, *, new: bool) -> Session | PageStatus:
         if status is not PageStatus.LOADED:
             self._drop(session, opened=not new)
             return status
         if new:
             self._opened += 1
-        session.started_at = self._clock()
+        session.started_at = asked_at
         self.starts += 1
         session.started_as = self.starts
         session.become(SessionState.OPEN)

@@ -28,6 +28,9 @@ T = TypeVar("T")
 
 _log = structlog.get_logger(__name__)
 
+_WORD: Final = 1 << 64
+"""No size and no address is as large."""
+
 _QUIET_SECONDS = 10.0
 """Between two messages about what one method answers or raises."""
 
@@ -193,9 +196,9 @@ def _failure(answer: object) -> PageStatus:
     return answer if isinstance(answer, PageStatus) and answer is not PageStatus.LOADED else PageStatus.MALFORMED
 
 
-def _are_counts(values: Collection[object]) -> bool:
+def _are_counts(values: Collection[Any]) -> bool:
     # bool is an int to isinstance: True would pass for one byte.
-    return set(map(type, values)) == {int} and min(values) >= 0  # type: ignore[type-var, operator]
+    return set(map(type, values)) == {int} and 0 <= min(values) and max(values) < _WORD
 
 
 def _known(answers: list[object], _: Sequence[int | None]) -> list[bool | PageStatus]:

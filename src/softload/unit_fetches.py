@@ -10,7 +10,7 @@ from typing import Protocol
 from softload.config import Layout
 from softload.context import Context
 from softload.fetches import Fetch, FetchListener, Part, Turn, leaves
-from softload.geometry.layout import ranges_by_part
+from softload.geometry.layout import PartRanges
 from softload.grants import Grant
 from softload.landing import Segment, Share
 from softload.outcomes import PageStatus
@@ -63,8 +63,8 @@ class UnitFetches:
         self._turn = Turn()
         self._ahead: tuple[tuple[Column, int], ...] = ()
         """Planned before the unit was admitted."""
-        self._parts: tuple[range, ...] = ()
-        """The layers of each part that objects are read in; none where they are read whole."""
+        self._parts = PartRanges()
+        """What objects are read in; none where they are read whole."""
         self._is_marked = False
         """Whether what was found while joining costs pages, or their draft."""
         self.descriptors: dict[str, Descriptor | None] = {}
@@ -130,7 +130,7 @@ class UnitFetches:
             await self._be_granted()
         self._conclude()
         waits = None if self._share is Share.PREFETCH else self._layer_seconds
-        self._parts = parts_to_read(self._context, self._pages, self.descriptors, self._spare, waits)
+        self._parts = PartRanges(parts_to_read(self._context, self._pages, self.descriptors, self._spare, waits))
         self._unplanned.extend(chunk for chunk in chunks_of(self._pages.all_columns()) if chunk not in self._ahead)
 
     async def _be_granted(self) -> None:
@@ -327,7 +327,7 @@ class UnitFetches:
             self._listener,
             size=size,
             tailed=config.layout is Layout.GROUPED,
-            ranges=ranges_by_part(column.spec, self._parts, size),
+            ranges=self._parts.of(column.spec, size),
         )
         parts += fetch.parts
         self.bytes_read += size * fetch.count

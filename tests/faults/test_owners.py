@@ -95,7 +95,7 @@ async def test_an_owner_lost_in_mid_stream_costs_its_own_pages(
 
 
 async def _answered_from_memory(rig: Rig, lost: list[str], report: Callable[..., None]) -> None:
-    """After at most three time-outs its endpoint is known to be bad, and what it held costs nothing."""
+    """After some time-outs its endpoint is known to be bad, and what it held costs nothing."""
     loader, pools = rig.loader, rig.pools
     for attempt in range(3):
         unit = pools.unit(f"learn{attempt}", lost[:2], range(20, 22), deadline=0.3)
@@ -119,7 +119,10 @@ async def _all_returned(rig: Rig) -> None:
         await rig.loader.drain()
 
 
-async def test_stuck_threads_are_replaced_up_to_a_bound_and_then_loads_are_shed(report: Callable[..., None]) -> None:
+async def test_stuck_threads_are_replaced_up_to_a_bound_and_then_loads_are_shed(
+    report: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "_SILENT_SECONDS", 60.0)  # else only one load would be lost to the owner
     pools = make_pools(pages=96, layers=1, width=1024)
     async with cluster(owners=1, pools=pools, deadline=0.4, read_batch_objects=1, stuck_threads=3, read_lanes=2) as rig:
         loader = rig.loader
@@ -140,3 +143,41 @@ async def test_stuck_threads_are_replaced_up_to_a_bound_and_then_loads_are_shed(
         assert_outcome(outcome, 16)
         pools.assert_restored(keys(16), range(16))
         await settle(loader)
+
+
+async def test_the_next_load_from_a_frozen_owner_does_not_wait_and_a_thawed_one_is_used_again(
+    report: Callable[..., None],
+) -> None:
+    pools = make_pools(pages=96, layers=2, width=4096)
+    async with cluster(pools=pools, deadline=10.0) as rig:
+        loader = rig.loader
+        await put(loader, pools, keys(48))
+        frozen, well = await rig.where(keys(48))
+        assert len(frozen) >= 8 and len(well) >= 2
+        assert_outcome((await load(loader, pools.unit("warm", frozen[:2], range(2))))["warm"], 2)
+        rig.owners[0].freeze()
+        first = (await load(loader, pools.unit("first", frozen[2:4], range(2), deadline=1.0)))["first"]
+        assert_outcome(first, 0, PageStatus.TIMED_OUT)
+        watch = Watch()
+        second = (await load(loader, pools.unit("second", frozen[4:6], range(2), deadline=5.0)))["second"]
+        seconds = watch.seconds
+        assert_outcome(second, 0, PageStatus.SUPPRESSED)
+        assert seconds < 0.3
+        assert_outcome((await load(loader, pools.unit("well", well[:2], range(2))))["well"], 2)
+        rig.owners[0].thaw()
+        watch = Watch()
+        wanted = frozen[2:8]
+
+        async def restored() -> bool:
+            unit = pools.unit("again", wanted, range(6))
+            return (await load(loader, unit))["again"].restored_pages == 6
+
+        with anyio.fail_after(10):
+            while not await restored():  # noqa: ASYNC110  # nothing signals the end of a cool-down
+                await anyio.sleep(0.01)
+        report("load after a frozen owner's first time-out", ms=seconds * 1e3, restored_after_thaw_s=watch.seconds)
+        assert watch.seconds < 3.0
+        pools.assert_restored(wanted, range(6))
+        assert loader.statistics().open_breakers == ()
+        await settle(loader)
+        assert loader.statistics().stuck_threads == 0

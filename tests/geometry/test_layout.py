@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -31,25 +30,55 @@ def test_layer_groups_of_nothing() -> None:
         layer_groups(0)
 
 
+WIDE = 8192
+"""A page of a float16 buffer this wide has 64 KiB: each group of layers is an object of its own."""
+
+
 def outline(spec: ObjectSpec) -> tuple[str, bool, list[int], tuple[int, ...]]:
     return spec.part.split(".")[0], spec.draft, [fragment.buffer for fragment in spec.fragments], spec.layers
 
 
 def test_grouped_objects_are_layer_major(make_pool: Any) -> None:
-    pool = make_pool(widths=(1, 2, 3, 4), num_components=2)
+    pool = make_pool(widths=(1 * WIDE, 2 * WIDE, 3 * WIDE, 4 * WIDE), num_components=2)
     specs = object_specs(pool, Layout.GROUPED, 4)
     assert [outline(spec) for spec in specs] == [
         ("g0", False, [0, 4], (0,)),
         ("g1", False, [1, 5], (1,)),
         ("g2", False, [2, 6, 3, 7], (2, 3)),
     ]
-    assert [fragment.offset for fragment in specs[2].fragments] == [0, 24, 48, 80]
-    assert (specs[2].payload, specs[2].size, specs[2].target_size) == (112, 112 + TAIL_BYTES, 112 + TAIL_BYTES)
+    assert [fragment.offset for fragment in specs[2].fragments] == [0, 24 * WIDE, 48 * WIDE, 80 * WIDE]
+    payload = 112 * WIDE
+    assert (specs[2].payload, specs[2].size, specs[2].target_size) == (
+        payload,
+        payload + TAIL_BYTES,
+        payload + TAIL_BYTES,
+    )
+
+
+@pytest.mark.parametrize(
+    ("kib", "parts"),
+    [
+        ((72,) * 7, {"g0": (0,), "g1": (1,), "g2": (2, 3), "g3": (4, 5, 6)}),
+        ((4,) * 8, {"g0-2": (0, 1, 2, 3), "g3": (4, 5, 6, 7)}),  # 16 KiB are enough for the first, ...
+        ((8,) * 9, {"g0-1": (0, 1), "g2-4": (2, 3, 4, 5, 6, 7, 8)}),
+        ((1,) * 9, {"g0-4": tuple(range(9))}),
+        ((16, 32, 16, 16, 128), {"g0": (0,), "g1-2": (1, 2, 3), "g3": (4,)}),  # ... and 64 for a later one
+        ((16, 64, 4, 4), {"g0": (0,), "g1-2": (1, 2, 3)}),  # what is left is not worth an object
+        ((16, 4), {"g0-1": (0, 1)}),
+        ((1,), {"g0": (0,)}),
+    ],
+)
+def test_small_groups_of_layers_are_one_object(make_pool: Any, kib: tuple[int, ...], parts: dict[str, Any]) -> None:
+    pool = make_pool(widths=[each * WIDE // 64 for each in kib])
+    specs = object_specs(pool, Layout.GROUPED, len(kib))
+    assert {spec.part: spec.layers for spec in specs} == parts
+    assert [spec.payload for spec in specs] == [sum(kib[layer] << 10 for layer in spec.layers) for spec in specs]
 
 
 def test_groups_without_buffers_have_no_object(make_pool: Any) -> None:
     """An indexer on some layers only: no read, and nothing to wait for, where it has no buffer."""
-    pool = make_pool(PoolName.INDEXER, widths=(1, 2, 3), layer_mapping={0: 0, 2: 1, 9: 2}, rows_are_pages=True)
+    widths = (4 * WIDE, 8 * WIDE, 12 * WIDE)
+    pool = make_pool(PoolName.INDEXER, widths=widths, layer_mapping={0: 0, 2: 1, 9: 2}, rows_are_pages=True)
     assert [outline(spec) for spec in object_specs(pool, Layout.GROUPED, 12)] == [
         ("g0", False, [0], (0,)),
         ("g2", False, [1], (2,)),
@@ -57,11 +86,16 @@ def test_groups_without_buffers_have_no_object(make_pool: Any) -> None:
     ]
     (page,) = object_specs(pool, Layout.PAGE, 12)
     assert ranges_of(page, range(1, 2)) == []
+    small = make_pool(PoolName.INDEXER, widths=(1, 2, 3), layer_mapping={3: 0, 5: 1, 9: 2}, rows_are_pages=True)
+    assert [outline(spec) for spec in object_specs(small, Layout.GROUPED, 12)] == [
+        ("g2-4", False, [0, 1, 2], (3, 5, 9))
+    ]
 
 
 def test_packed_draft_in_groups_has_objects_of_its_own(make_pool: Any) -> None:
     mapping = {0: (0, 3), 1: (1, 4), 2: 2}
-    pool = make_pool(widths=(1, 1, 1, 2, 2), num_components=2, layer_mapping=mapping, num_draft_layers=2)
+    widths = [WIDE * width for width in (1, 1, 1, 2, 2)]
+    pool = make_pool(widths=widths, num_components=2, layer_mapping=mapping, num_draft_layers=2)
     specs = object_specs(pool, Layout.GROUPED, 3)
     assert [outline(spec) for spec in specs] == [
         ("g0", False, [0, 5], (0,)),
@@ -71,6 +105,11 @@ def test_packed_draft_in_groups_has_objects_of_its_own(make_pool: Any) -> None:
         ("d1", True, [4, 9], (1,)),
     ]
     assert all(fragment.draft is spec.draft for spec in specs for fragment in spec.fragments)
+    small = make_pool(widths=(1, 1, 1, 2, 2), num_components=2, layer_mapping=mapping, num_draft_layers=2)
+    assert [outline(spec) for spec in object_specs(small, Layout.GROUPED, 3)] == [
+        ("g0-2", False, [0, 5, 1, 6, 2, 7], (0, 1, 2)),
+        ("d0-1", True, [3, 8, 4, 9], (0, 1)),
+    ]
 
 
 def test_packed_draft_in_pages_lies_behind_the_target(make_pool: Any) -> None:
@@ -102,7 +141,7 @@ def test_target_objects_are_the_same_with_and_without_a_draft(make_pool: Any) ->
 def test_drafts_of_other_geometry_have_other_keys(make_pool: Any) -> None:
     def parts(width: int) -> list[str]:
         mapping = {0: (0, 2), 1: 1}
-        pool = make_pool(widths=(1, 1, width), layer_mapping=mapping, num_draft_layers=1)
+        pool = make_pool(widths=(WIDE, WIDE, width), layer_mapping=mapping, num_draft_layers=1)
         return [spec.part for spec in object_specs(pool, Layout.GROUPED, 2)]
 
     assert parts(2)[:2] == parts(3)[:2] == ["g0", "g1"]
@@ -153,7 +192,8 @@ def pools(draw: st.DrawFn) -> tuple[DevicePool, int]:
         count += wanted
     for depth in range(draft):
         mapping[depth] = (*mapping[depth], count + depth)
-    widths = draw(st.lists(st.integers(1, 9), min_size=count + draft, max_size=count + draft))
+    width = st.integers(1, 9) | st.integers(1000, 40_000)  # of neighbours in one object, and in one of their own
+    widths = draw(st.lists(width, min_size=count + draft, max_size=count + draft))
     components = [
         [torch.zeros(4, width, dtype=torch.uint8) for width in widths] for _ in range(draw(st.integers(1, 3)))
     ]
@@ -168,11 +208,6 @@ def pools(draw: st.DrawFn) -> tuple[DevicePool, int]:
         num_draft_layers=draft,
     )
     return pool, num_layers
-
-
-def covered(ranges: list[tuple[int, int]]) -> Iterator[int]:
-    for offset, nbytes in ranges:
-        yield from range(offset, offset + nbytes)
 
 
 @given(pools(), st.sampled_from(Layout))
@@ -199,14 +234,33 @@ def test_objects_partition_the_pages_bytes(case: tuple[DevicePool, int], layout:
 def test_ranges_of_all_layers_partition_the_payload(case: tuple[DevicePool, int], layout: Layout) -> None:
     pool, num_layers = case
     for spec in object_specs(pool, layout, num_layers):
-        single = [byte for layer in range(num_layers) for byte in covered(ranges_of(spec, range(layer, layer + 1)))]
-        assert sorted(single) == list(range(spec.payload))
+        single = [pair for layer in range(num_layers) for pair in ranges_of(spec, range(layer, layer + 1))]
+        end = 0
+        for offset, nbytes in sorted(single):
+            assert offset == end
+            end += nbytes
+        assert end == spec.payload
         whole = ranges_of(spec, range(num_layers))
         assert whole == [(0, spec.payload)]
 
 
-def test_part_of_a_group_names_its_group(make_pool: Any) -> None:
-    specs = object_specs(make_pool(widths=(1,) * 9), Layout.GROUPED, 9)
+def test_parts_name_the_groups_that_an_object_holds(make_pool: Any) -> None:
+    """An object of other groups under the same key would be taken for one of a wrong size, and never be replaced."""
+    specs = object_specs(make_pool(widths=(WIDE,) * 9), Layout.GROUPED, 9)
     assert [spec.part for spec in specs] == [f"g{spec.group}" for spec in specs]
     packed = make_pool(widths=(1, 1), layer_mapping={0: (0, 1)}, num_draft_layers=1)
     assert re.fullmatch(r"d0\.[0-9a-f]{8}", object_specs(packed, Layout.GROUPED, 1)[1].part)
+
+
+@given(pools())
+def test_objects_end_where_groups_of_layers_end(case: tuple[DevicePool, int]) -> None:
+    pool, num_layers = case
+    groups = layer_groups(num_layers)
+    found = [spec for spec in object_specs(pool, Layout.GROUPED, num_layers) if not spec.draft]
+    assert found == sorted(found, key=lambda spec: spec.layers)
+    for spec in found:
+        first, last = (next(at for at, group in enumerate(groups) if spec.layers[end] in group) for end in (0, -1))
+        assert spec.group == first
+        assert spec.part == (f"g{first}" if first == last else f"g{first}-{last}")
+        others = [layer for other in found if other is not spec for layer in other.layers]
+        assert not any(layer in group for group in groups[first : last + 1] for layer in others)

@@ -8,6 +8,7 @@ import pytest
 from blockbuster import BlockBuster, blockbuster_ctx
 
 from softload import loader
+from softload.geometry import layout
 
 
 @pytest.fixture(autouse=True)
@@ -21,3 +22,10 @@ def no_blocking_calls() -> Iterator[BlockBuster]:
 def quick_close(monkeypatch: pytest.MonkeyPatch) -> None:
     """Closing waits less for calls that a test holds."""
     monkeypatch.setattr(loader, "_CLOSE_SECONDS", 0.1)
+
+
+@pytest.fixture(autouse=True)
+def single_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pools of these tests have some bytes a layer: each group is an object of its own, as it is for large ones."""
+    monkeypatch.setattr(layout, "_FIRST_BYTES", 1)
+    monkeypatch.setattr(layout, "_LATER_BYTES", 1)

@@ -8,13 +8,16 @@ import pytest
 
 from softload import PageStatus, PoolName
 from softload.protocols import Descriptor
-from softload.testing import RecordingStore
+from softload.testing import HangingStore, RecordingStore
 
 from .doubles import LyingStore
 from .harness import (
     MODE_IDS,
     MODES,
+    arrived,
     assert_outcome,
+    eventually,
+    from_call,
     is_of,
     keys,
     load,
@@ -196,3 +199,19 @@ async def test_zero_pages_is_a_load_of_zero_pages(mode: dict[str, str]) -> None:
             assert (await handle.report()).outcomes == {}
         assert (await loader.lookup(pools.unit("a", ()))).boundaries == ()
         assert recording.calls == ()
+
+
+async def test_a_load_that_was_given_up_asks_for_nothing_more() -> None:
+    pools = make_pools(layers=1, pages=2200, width=1)
+    hanging = HangingStore(store())
+    recording = RecordingStore(hanging)
+    async with opened(recording, pools, layout="page") as loader:
+        hanging.hold("descriptors", from_call(1))
+        try:
+            async with loader.load([pools.unit("a", keys(2200), range(2200))]):
+                await arrived(hanging, "descriptors")
+        finally:
+            hanging.release()
+        await settle(loader)
+        await eventually(lambda: not loader.statistics().stuck_threads)
+        assert recording.count("descriptors") == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import anyio
 import pytest
 
 from softload import PageStatus, SaveStatus
@@ -373,3 +374,76 @@ async def test_reads_of_one_load_that_hang_at_their_second_try_are_one_outcome(m
         finally:
             hanging.release()
         await settle(loader)
+
+
+@modes
+async def test_the_next_load_from_an_endpoint_that_is_silent_waits_for_nothing(mode: dict[str, str]) -> None:
+    method = "read_ranges" if mode.get("read_mode") == "ranges" else "read"
+    pools = make_pools()
+    hanging = HangingStore(store())
+    async with opened(hanging, pools, **mode) as loader:
+        for name in ("a", "b", "c"):
+            await put(loader, pools, keys(2, name))
+        assert_outcome((await load(loader, pools.unit("warm", keys(2, "c"), range(2))))["warm"], 2)
+        hanging.hold(method)
+        unit = pools.unit("a", keys(2, "a"), range(2), deadline=0.7)
+        assert_outcome((await load(loader, unit))["a"], 0, PageStatus.TIMED_OUT)
+        assert loader.statistics().open_breakers == ("memory",)
+        began = anyio.current_time()
+        assert_outcome((await load(loader, pools.unit("b", keys(2, "b"), range(2))))["b"], 0, PageStatus.SUPPRESSED)
+        assert anyio.current_time() - began < 0.3
+        hanging.release()
+
+        async def restored() -> bool:
+            unit = pools.unit("again", [*keys(2, "a"), *keys(2, "b")], range(4))
+            return (await load(loader, unit))["again"].restored_pages == 4
+
+        with anyio.fail_after(3):  # a cool-down of 1.25 s at most
+            while not await restored():  # noqa: ASYNC110  # nothing signals the end of a cool-down
+                await anyio.sleep(0.01)
+        assert loader.statistics().open_breakers == ()
+        await settle(loader)
+
+
+async def test_a_call_that_hangs_beside_good_ones_suspends_nothing() -> None:
+    pools = make_pools()
+    hanging = HangingStore(store())
+    async with opened(hanging, pools, layout="page", read_lanes=4, endpoint_lanes=4) as loader:
+        await put(loader, pools, ["bad"])
+        for page in range(40):
+            await put(loader, pools, [f"good{page}"])
+        hanging.hold("read", any_of("bad"))
+        page = 0
+        async with loader.load([pools.unit("bad", ["bad"], [0], deadline=0.7)]) as bad:
+            await arrived(hanging, "read")
+            began = anyio.current_time()
+            while anyio.current_time() - began < 1.5:  # also past the moment of the last look
+                page += 1
+                name = f"r{page}"
+                assert_outcome((await load(loader, pools.unit(name, [f"good{page % 40}"], [1])))[name], 1)
+                await anyio.sleep(0.05)
+            assert_outcome((await bad.report()).outcomes["bad"], 0, PageStatus.TIMED_OUT)
+        assert loader.statistics().timed_out_calls == 1
+        assert loader.statistics().open_breakers == ()
+        hanging.release()
+        await settle(loader)
+
+
+async def test_a_master_that_is_silent_is_asked_once() -> None:
+    pools = make_pools()
+    hanging = HangingStore(store())
+    recording = RecordingStore(hanging)
+    async with opened(recording, pools, lookup_deadline=0.6) as loader:
+        await put(loader, pools, keys(2))
+        hanging.hold("exists")
+        try:
+            assert (await loader.lookup(pools.unit("a", keys(2)))).status is PageStatus.TIMED_OUT
+            assert loader.statistics().open_breakers == ("master",)
+            assert (await loader.lookup(pools.unit("b", keys(2)))).status is PageStatus.SUPPRESSED
+            assert recording.count("exists") == 1
+        finally:
+            hanging.release()
+        with anyio.fail_after(3):
+            while (await loader.lookup(pools.unit("c", keys(2)))).pages < 2:  # noqa: ASYNC110  # as above
+                await anyio.sleep(0.01)
+        assert loader.statistics().open_breakers == ()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from softload import PageLoader
+from softload import DevicePool, DevicePoolGroup, PageLoader, PoolName
 from softload.geometry import DraftMode
 from softload.testing import RecordingStore
 
-from .harness import LAYERS, Pools, assert_outcome, keys, make_pools, opened, put, settle, store
+from .harness import LAYERS, PAGE_SIZE, Pools, assert_outcome, keys, make_pools, opened, put, settle, store
 
 pytestmark = pytest.mark.asyncio
 
@@ -60,6 +61,25 @@ async def test_what_is_here_in_no_time_and_what_nobody_computes_with_yet_is_read
                 async with loader.prefetch([group.unit("a", keys(PAGES))]) as prefetch:
                     assert (await prefetch.landed()).pages == {"a": PAGES}
             assert not recording.keys_of("read_ranges")
+
+
+@pytest.mark.parametrize(("first", "method"), [(0, "read_ranges"), (3, "read")])
+async def test_layers_without_bytes_are_waited_for_by_nobody(first: int, method: str) -> None:
+    """As in DeepSeek V4, whose first layers have a sliding window alone: by layer 3 all of it is here."""
+    buffers = [torch.zeros(3 * PAGES * PAGE_SIZE, 32 << 10, dtype=torch.uint8) for _ in range(LAYERS)]
+    mapping = {first + layer: layer for layer in range(LAYERS)}
+    pool = DevicePool(PoolName.KV, PoolName.KV, [buffers], mapping, PAGE_SIZE, rows_are_pages=False)
+    pools = Pools(DevicePoolGroup([pool], first + LAYERS, PAGE_SIZE))
+    pools.scramble()
+    recording = RecordingStore(store(capacity=32 << 20))
+    async with opened(recording, pools, **LARGE) as loader:
+        await put(loader, pools, keys(PAGES))
+        recording.clear()
+        async with loader.load([pools.unit("a", keys(PAGES), range(PAGES))], layer_seconds=1.0) as handle:
+            assert_outcome((await handle.report()).outcomes["a"], PAGES)
+        pools.assert_restored(keys(PAGES), range(PAGES))
+        await settle(loader)
+    assert {call for call in ("read", "read_ranges") if recording.keys_of(call)} == {method}
 
 
 @pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf")])

@@ -13,7 +13,7 @@ from typing import Any
 import anyio
 import pytest
 
-from softload import PageLoader, PageStatus, TransferUnit, UnitOutcome, fetches
+from softload import PageLoader, PageStatus, TransferUnit, UnitOutcome, fetches, health
 from softload.testing import HangingStore, RecordingStore
 
 from .doubles import LyingStore
@@ -25,6 +25,7 @@ from .harness import (
     arrived,
     assert_outcome,
     config,
+    end_time_of,
     eventually,
     is_of,
     keys,
@@ -83,6 +84,13 @@ def hold_now(hanging: HangingStore, method: str, when: Callable[[Sequence[str]],
     hanging.hold(method, when)
 
 
+async def second_read_is_due(loader: PageLoader) -> None:
+    """Wait until a read has been found to hang, and was queued once more."""
+    assert loader._context is not None
+    reader = loader._context.reader
+    await eventually(lambda: bool(reader._seconds))
+
+
 @asynccontextmanager
 async def held_up(
     loader: PageLoader, pools: Pools, hanging: HangingStore, method: str, calls: int
@@ -123,13 +131,15 @@ async def test_loads_that_joined_a_read_that_hangs_restore_everything(
             await put(loader, pools, page_keys)
         recording.clear()
         async with held_up(loader, pools, hanging, method, lanes) as loads:
-            loads.start(pools.unit("stuck", keys(2), range(2), deadline=1.0))
+            loads.start(pools.unit("stuck", keys(2), range(2)))
             await loads.read("stuck")
             for request, page_keys in enumerate(others):
                 loads.start(pools.unit(f"r{request}", page_keys, range(4 * request + 4, 4 * request + 8)))
             await loads.read(*(f"r{request}" for request in range(4)))
             assert loader.statistics().shared_objects == 4 * 2 * objects
             hold_now(hanging, method, nth_of(nth, "k0"))
+            await second_read_is_due(loader)
+            end_time_of(loader, "stuck")
             await loads.ended("stuck", *(f"r{request}" for request in range(4)))
             assert hanging.held(method) == 1
             assert_outcome(loads.outcomes["stuck"], 0, PageStatus.TIMED_OUT)
@@ -162,7 +172,7 @@ async def test_prefetches_are_served_too_and_later_loads_by_what_they_left(mode:
     async with opened(hanging, pools, **mode, read_lanes=2, read_batch_objects=1) as loader:
         await put(loader, pools, keys(1))
         async with held_up(loader, pools, hanging, method, 2) as loads:
-            loads.start(pools.unit("stuck", keys(1), [0], deadline=1.0))
+            loads.start(pools.unit("stuck", keys(1), [0]))
             await loads.read("stuck")
             objects = len(pools.group.specs(loader.config.layout)[pools.group.pools[0].name])
             async with loader.prefetch([pools.unit("next", keys(1))]) as prefetch:
@@ -171,6 +181,7 @@ async def test_prefetches_are_served_too_and_later_loads_by_what_they_left(mode:
                 assert (await prefetch.landed())["next"] == 1
                 report = await prefetch.place([pools.unit("next", keys(1), [1])])
                 assert_outcome(report.outcomes["next"], 1)
+            end_time_of(loader, "stuck")
             await loads.ended("stuck")
             hung = next(
                 key for key in recording.keys_of(method) if is_of("k0")(key) and not key.endswith(("1", "2", "3"))
@@ -318,8 +329,9 @@ async def test_a_second_read_that_fails_leaves_all_with_the_first() -> None:
         assert not now.missed_pages
 
 
-async def test_there_is_no_third_read() -> None:
+async def test_there_is_no_third_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both hang: that is one time-out per load and page, two calls, and one outcome of their endpoint."""
+    monkeypatch.setattr(health, "_SILENT_SECONDS", 60.0)  # outcomes alone
     async with joined(1.0, 1.5, inner_holds=0) as it:
         await arrived(it.inner, "read")
         await it.loads.ended("first", "joiner")

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
 
+from softload import StoreSetupError
 from softload.stores import MemoryStore, MooncakeCluster
 from softload.testing import ClusterFaults, Moment, MomentStore, cluster_faults, parse_fault
 from softload.testing.store_suite import Buffer
@@ -118,3 +122,106 @@ def test_processes_are_struck_and_mended_and_none_stays_frozen() -> None:
         assert happening.happened[-1][1] == f"process {second.pid} thawed"
     finally:
         cluster.close()
+
+
+class BrokenPartitions:
+    """A kernel that says no to one thing, or to both."""
+
+    refused: frozenset[str] = frozenset()
+
+    def part(self, ports: Iterable[int]) -> None:
+        self._refuse("part", ports)
+
+    def join(self, ports: Iterable[int]) -> None:
+        self._refuse("join", ports)
+
+    def _refuse(self, what: str, ports: Iterable[int]) -> None:
+        assert set(ports)
+        if what in self.refused:
+            raise StoreSetupError(f"expected `ip rule {what}` to succeed, got 'no'")
+
+
+@pytest.mark.mooncake
+@pytest.mark.parametrize(
+    ("refused", "told"),
+    [
+        ("part", "got part-owner: expected `ip rule part` to succeed, got 'no'$"),
+        ("join", "got the end of part-owner: expected `ip rule join` to succeed, got 'no'$"),
+    ],
+)
+def test_a_fault_that_cannot_happen_is_told_at_the_end_and_later_ones_happen(
+    refused: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if importlib.util.find_spec("mooncake") is None:
+        pytest.skip("no Mooncake build is installed")
+    monkeypatch.setattr(cluster_faults, "why_no_partitions", lambda: None)
+    monkeypatch.setattr(cluster_faults, "Partitions", BrokenPartitions)
+    monkeypatch.setattr(BrokenPartitions, "refused", frozenset({refused}))
+    store, _ = filled()
+    cluster = MooncakeCluster(segment=64 << 20, lease=1.0, owners=2)
+    cluster.start()
+    try:
+        faults = [parse_fault(spec) for spec in ("part-owner@lookup:0.05", "freeze-owner@lookup:2", "kill-master@0.2")]
+        happening = ClusterFaults(cluster, faults, store)
+        with pytest.raises(StoreSetupError, match=told), happening:
+            for _ in range(2):
+                assert list(store.exists(["a"])) == [True], "the call that brought the moment knows nothing of it"
+            wait_for(lambda: any("master killed" in what for _, what in happening.happened))
+            assert any("frozen" in what for _, what in happening.happened)
+        assert not any(is_stopped(owner.pid) for owner in cluster.owners)
+    finally:
+        cluster.close()
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+RULES_SCRIPT = """
+import subprocess
+from softload import StoreSetupError
+from softload.testing.partitions import Partitions
+
+def ip(*words):
+    return subprocess.run(["ip", *words], capture_output=True, text=True, check=True).stdout
+
+def rules():
+    return sum("sport" in line or "dport" in line for line in ip("rule", "show").splitlines())
+
+partitions = Partitions()
+foreign = "pref", "5", "ipproto", "tcp", "dport", "7002", "lookup", "77"
+ip("rule", "add", *foreign)
+try:
+    partitions.part([7001, 7002, 7003])
+except StoreSetupError as error:
+    assert "File exists" in str(error), error
+else:
+    raise AssertionError("another had made one of the rules")
+assert rules() == 1, "all or none"
+ip("rule", "del", *foreign)
+partitions.part([7001, 7002, 7003])
+assert rules() == 6
+ip("rule", "del", *foreign)
+try:
+    partitions.join([7001, 7002, 7003])
+except StoreSetupError:
+    pass
+else:
+    raise AssertionError("another had taken one of the rules away")
+assert rules() == 0
+partitions.part([7002])
+partitions.join([7002])
+assert rules() == 0
+"""
+
+
+def test_ports_are_cut_off_together_or_not_at_all() -> None:
+    try:
+        subprocess.run(["unshare", "--net", "ip", "rule", "show"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no network namespaces: {error}")
+    done = subprocess.run(["unshare", "--net", sys.executable, "-c", RULES_SCRIPT], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]

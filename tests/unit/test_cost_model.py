@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from softload.cost_model import CostModel, Costs, best_way, stall
+from softload.cost_model import CostModel, Costs, Way, best_way, stall
 from softload.geometry.layout import layer_groups
 
 ITEM, BYTE = 30e-6, 1 / 4e9
@@ -120,6 +120,19 @@ def waited(steps: list[tuple[int, float, float]], layers: int, layer_seconds: fl
     return waiting
 
 
+def test_what_sessions_take_is_learned_and_forgotten() -> None:
+    clock = Clock()
+    model = CostModel(clock=clock)
+    before = model.start_seconds(100)
+    assert 1e-4 < before < 0.05
+    for _ in range(4):
+        for sessions in (16, 64, 256):
+            model.record_start(sessions, 5e-3 + sessions * 1e-3)
+    assert model.start_seconds(100) == pytest.approx(0.105, rel=0.1)
+    clock.now += 600
+    assert model.start_seconds(100) == before
+
+
 seconds = st.floats(0.0, 0.1)
 
 
@@ -169,7 +182,9 @@ def test_no_way_is_better_than_the_best(layers: int, some: list[float], layer_se
     assert not found.parts or [layer for part in found.parts for layer in part] == list(range(layers))
 
 
-def chosen(layer_seconds: float, *, item: float = ITEM, pages: int = 64, layers: int = 32) -> tuple[range, ...]:
+def chosen(
+    layer_seconds: float, *, item: float = ITEM, pages: int = 64, layers: int = 32, start: float = 0.0
+) -> tuple[range, ...]:
     """What is chosen for pages of 73,728 bytes a layer at 4 GB/s."""
     whole, ranged, page = Costs(5e-6, BYTE), Costs(item, BYTE), 73_728 * pages
     return best_way(
@@ -178,6 +193,7 @@ def chosen(layer_seconds: float, *, item: float = ITEM, pages: int = 64, layers:
         part_seconds=lambda part: ranged.seconds(pages, page * len(part)),
         copy_seconds=lambda part: page * len(part) / 8e9,
         layer_seconds=layer_seconds,
+        start_seconds=start,
     ).parts
 
 
@@ -190,6 +206,27 @@ def test_a_forward_that_takes_its_time_gets_its_first_layer_early() -> None:
 def test_where_ranges_are_dear_all_of_it_is_read_whole_unless_there_is_time_for_them() -> None:
     assert chosen(0.0, item=2e-3) == ()
     assert len(chosen(0.010, item=2e-3)) < len(chosen(0.010, item=10e-6))
+
+
+def test_what_goes_before_the_first_range_counts() -> None:
+    assert chosen(0.010) and not chosen(0.010, start=0.1)
+
+
+def test_nobody_waits_for_layers_of_which_nothing_is_read() -> None:
+    """DeepSeek V4's first two layers have a sliding window alone: what is read is wanted from layer 2 on."""
+    groups = layer_groups(43)[2:]
+
+    def way(layer_seconds: float) -> Way:
+        return best_way(
+            groups,
+            whole_seconds=0.006,
+            part_seconds=lambda part: 0.001 + 0.00015 * len(part),
+            copy_seconds=lambda _: 0.0,
+            layer_seconds=layer_seconds,
+        )
+
+    assert way(0.003) == Way((), 0.0)
+    assert way(0.001).parts[0] == range(2, 4)
 
 
 def test_ranges_must_promise_more_than_a_little() -> None:

@@ -39,10 +39,15 @@ class Unit:
         raise AssertionError("nothing has landed")
 
 
-def made(count: int) -> tuple[FetchTable, Fetch]:
+def named(prefix: str, count: int) -> Fetch:
     segments = LandingMemory(1 << 16).try_grant_runs([(SIZE, count)], Share.STREAMING)
     assert segments is not None
-    fetch = Fetch([f"k{index}" for index in range(count)], segments[0], [None] * count, size=SIZE, tailed=True)
+    keys = [f"{prefix}{index}" for index in range(count)]
+    return Fetch(keys, segments[0], [None] * count, size=SIZE, tailed=True)
+
+
+def made(count: int) -> tuple[FetchTable, Fetch]:
+    fetch = named("k", count)
     table = FetchTable()
     table.add(fetch)
     return table, fetch
@@ -105,3 +110,29 @@ def test_pieces_of_what_is_kept_are_kept() -> None:
     kept = list(table.take_expired(lambda: 10.0))
     assert [fetch.keys for fetch in kept] == [["k0"], ["k2", "k3"]]
     assert all(a.segment.offset < b.segment.offset for a, b in pairwise(kept))
+
+
+def test_pieces_of_what_is_kept_are_as_old_as_it_was() -> None:
+    table, whole = made(4)
+    later = named("later", 2)
+    table.add(later)
+    table.keep(whole, 10.0)
+    table.keep(later, 20.0)
+    table.join_kept(table.piece(whole, 1, 2))
+    assert [fetch.keys for fetch in table.take_expired(lambda: 10.0)] == [["k0"], ["k2", "k3"]]
+    assert [fetch.keys for fetch in table.take_oldest(1)] == [["later0"]]
+    assert [fetch.keys for fetch in table.take_expired(lambda: 20.0)] == [["later1"]]
+
+
+@pytest.mark.parametrize("wanted", [0, 1])
+def test_the_oldest_goes_first_also_in_pieces(wanted: int) -> None:
+    table, whole = made(4)
+    later = named("later", 4)
+    table.add(later)
+    table.keep(whole, 10.0)
+    table.keep(later, 20.0)
+    piece = table.piece(whole, 0, 2)
+    if wanted:
+        table.join_kept(piece)
+    taken = [key for fetch in table.take_oldest((5 - 2 * wanted) * whole.segment.stride) for key in fetch.keys]
+    assert taken == [*["k0", "k1"][: 2 - 2 * wanted], "k2", "k3", "later0"]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections import deque
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from softload.health import MAX_ENDPOINTS, Breaker, Health, NegativeCache, Permit
+from softload.native_calls import NativeCall
 from softload.outcomes import PageStatus
 
 
@@ -201,7 +205,7 @@ def test_statistics_name_what_is_broken() -> None:
     health = Health(clock=clock)
     for _ in range(3):
         health.endpoint("10.0.0.1").record(False)
-        health.master_timed_out()
+        health.master.record(False)
     health.negative.add("key", PageStatus.NOT_FOUND)
     health.suppress("request")
     statistics = health.statistics()
@@ -250,3 +254,103 @@ def test_endpoints_that_came_and_went_are_forgotten_and_open_breakers_last() -> 
         assert health.endpoint("used") is used
     assert health.statistics().open_breakers == ("broken",)
     assert len(health._endpoints) == MAX_ENDPOINTS
+
+
+def out_for(seconds: float) -> NativeCall[list[PageStatus]]:
+    """A call that started so long ago and is not back."""
+    call: NativeCall[list[PageStatus]] = NativeCall(list, lambda _: None)
+    call.started_at = time.monotonic() - seconds
+    return call
+
+
+def test_what_is_silent_is_down_at_the_first_call_that_is_waited_for_in_vain() -> None:
+    clock = ManualClock()
+    health = Health(clock=clock)
+    health.endpoint_timed_out("owner", out_for(0.6), due=0.2)
+    assert health.endpoint("owner").refuses and not health.master.is_open
+    health.master_timed_out(out_for(0.6))
+    assert health.master.refuses
+
+
+def test_a_call_that_is_late_beside_good_ones_is_one_outcome() -> None:
+    clock = ManualClock()
+    health = Health(clock=clock)
+    well = health.endpoint("well")
+    well.record(True)
+    clock.now += 0.4
+    asyncio.run(doubted(health, "well", out_for(5.0), during=lambda: well.record(True)))
+    assert not health.endpoint("well").is_open
+    clock.now += 0.4
+    asyncio.run(doubted(health, "well", out_for(5.0), during=lambda: None))
+    assert health.endpoint("well").is_open, "nothing came from there for half a second"
+
+
+def test_a_call_that_comes_back_in_time_is_no_silence() -> None:
+    health = Health()
+    call = out_for(0.45)
+
+    def back() -> None:
+        call.finished = True
+
+    asyncio.run(doubted(health, "owner", call, during=back))
+    assert not health.endpoint("owner").is_open
+
+
+async def doubted(health: Health, name: str, call: NativeCall[list[PageStatus]], during: Callable[[], None]) -> None:
+    """Time a call out, let something happen, and wait until it has been half a second."""
+    health.endpoint_timed_out(name, call, due=0.1)
+    assert not health.endpoint(name).is_open
+    during()
+    await asyncio.sleep(0.2)  # ends after the loop has looked at it again
+
+
+def test_reads_that_hang_beside_a_lost_master_say_nothing_of_their_endpoint() -> None:
+    health = Health()
+    health.record_master([PageStatus.STORE_UNREACHABLE])
+    health.endpoint_timed_out("owner", out_for(2.0), due=0.1)
+    assert not health.endpoint("owner").is_open
+
+
+def test_a_silence_that_ends_lets_a_probe_through_and_later_ones_if_they_were_long() -> None:
+    clock = ManualClock()
+    breaker = opened(clock)
+    breaker.came_late(0.6)
+    assert not breaker.refuses
+    probe = permit(breaker)
+    breaker.came_late(8.0)
+    assert breaker.refuses, "one probe at a time"
+    breaker.record(False, probe)  # open for two seconds now
+    breaker.came_late(1.9)
+    assert breaker.refuses, "it may be slow for good"
+    breaker.came_late(2.0)
+    assert permit(breaker).is_probe
+
+
+def test_what_lies_where_nothing_answers_is_refused_for_no_longer_than_that() -> None:
+    clock = ManualClock()
+    health = Health(clock=clock)
+    for _ in range(3):
+        health.endpoint("owner").record(False)
+    health.refuse(["a"], "owner", PageStatus.SUPPRESSED)
+    assert "a" in health.negative
+    clock.now += 1.3
+    assert "a" not in health.negative
+    assert health.endpoint("owner").allows()
+
+
+def test_a_call_that_is_out_while_later_ones_are_back_is_one_outcome() -> None:
+    """Also where nothing was asked since, and so nothing came."""
+    clock = ManualClock()
+    health = Health(clock=clock)
+    call = out_for(2.0)
+    assert call.started_at is not None
+    owner = health.endpoint("owner")
+    owner.record(True, started_at=call.started_at + 0.05)
+    health.master.record(True, started_at=call.started_at + 0.05)
+    clock.now += 1.0
+    health.endpoint_timed_out("owner", call, due=0.1)
+    assert not owner.is_open
+    health.endpoint_timed_out("owner", call, due=0.2)  # the other set out with it
+    assert owner.is_open
+    health.master_timed_out(call)
+    assert not health.master.is_open

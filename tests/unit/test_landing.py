@@ -310,3 +310,45 @@ async def test_everybody_who_waits_for_the_quarantine_to_end_is_told() -> None:
                 await anyio.wait_all_tasks_blocked()
                 memory.release(segment)
         await memory.wait_none_quarantined()
+
+
+@pytest.mark.asyncio
+async def test_no_share_passes_its_limit_by_what_was_freed_for_it_and_granted_to_others() -> None:
+    """Bytes enough are free, but not side by side; what is freed then serves first who waited."""
+    kept: list[Segment] = []
+
+    def reclaim(nbytes: int) -> None:
+        while kept and nbytes > 0:
+            segment = kept.pop(0)
+            nbytes -= segment.reserved
+            memory.release(segment)
+
+    def taken(units: int, share: Share) -> Segment:
+        segments = memory.try_grant([(units * UNIT, 1)], share)
+        assert segments is not None
+        return segments[0]
+
+    def loads() -> int:
+        return memory._used[Share.STREAMING] + memory._used[Share.PREFETCH]
+
+    memory = LandingMemory(64 * UNIT, reclaim=reclaim)
+    gaps = []
+    for used, share in zip((6, 6, 6, 6, 6, 15), (Share.SAVE,) * 4 + (Share.STREAMING,) * 2, strict=True):
+        gaps.append(taken(2, share))
+        taken(used, Share.STREAMING)
+    gaps.append(taken(2, Share.STREAMING))
+    between = taken(3, Share.STREAMING)
+    gaps.append(taken(2, Share.STREAMING))
+    assert memory.try_grant([(UNIT, 1)], Share.SAVE) is None, "full"
+    for gap in gaps:  # eight of two
+        memory.release(gap)
+    sizes = [(2 * UNIT, 1), (2 * UNIT, 1)]
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(memory.grant, [*sizes, (UNIT, 1), (3 * UNIT, 1)], Share.PREFETCH)
+        await anyio.wait_all_tasks_blocked()
+        assert memory.statistics().waiting == 1
+        kept.append(between)
+        refused = memory.try_grant([*sizes, (4 * UNIT, 1)], Share.STREAMING)
+        assert memory.statistics().waiting == 0, "who waited was served"
+        assert loads() <= memory.limit(Share.STREAMING)
+        assert refused is None

@@ -9,7 +9,10 @@ import pytest
 
 from softload import PageStatus
 from softload.protocols import Descriptor
+from softload.store_calls import StoreCalls
+from softload.stores import MemoryStore
 from softload.stores.native_codes import descriptor, descriptors
+from softload.testing import ScriptedStore
 
 
 def replica(*, in_memory: bool = True, status: str = "COMPLETE", **buffer: Any) -> SimpleNamespace:
@@ -48,3 +51,16 @@ def test_of_many_one_that_is_not_in_memory_costs_its_own_key() -> None:
 )
 def test_an_odd_answer_costs_its_own_key(replicas: object) -> None:
     assert descriptor(replicas) is PageStatus.MALFORMED
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [{"size": -8}, {"size": True}, {"size": "8"}, {"size": 1 << 70}, {"size": 8.0}, {"transport_endpoint": 7}]
+    + [{"buffer_address": "64"}, {"buffer_address": -1}],
+    ids=str,
+)
+@pytest.mark.parametrize("beside", [[replica()], [replica(in_memory=False), replica()]], ids=["alike", "with another"])
+def test_an_odd_descriptor_is_malformed_whatever_lies_beside_it(odd: dict[str, Any], beside: list[Any]) -> None:
+    scripted = ScriptedStore(MemoryStore(capacity=1 << 16))
+    scripted.script("descriptors", lambda _: descriptors([beside, [replica(**odd)]]))
+    assert StoreCalls(scripted).descriptors(["a", "b"]) == [Descriptor(8, "a:1", 64), PageStatus.MALFORMED]

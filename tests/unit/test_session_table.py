@@ -13,6 +13,7 @@ import pytest
 
 from softload import PageStatus
 from softload.health import Health
+from softload.native_calls import NativeCall
 from softload.session_states import Session, SessionState
 from softload.sessions import SessionTable
 from softload.store_calls import StoreCalls
@@ -23,7 +24,9 @@ pytestmark = pytest.mark.asyncio
 
 
 @asynccontextmanager
-async def table(max_stuck: int) -> AsyncIterator[tuple[SessionTable, HangingStore, MemoryStore]]:
+async def table(
+    max_stuck: int, clock: Callable[[], float] = lambda: 0.0
+) -> AsyncIterator[tuple[SessionTable, HangingStore, MemoryStore]]:
     """A table over a store that has the keys `a` to `f`; what hangs is let go at the end."""
     memory = MemoryStore(capacity=1 << 16)
     memory.open()
@@ -33,7 +36,7 @@ async def table(max_stuck: int) -> AsyncIterator[tuple[SessionTable, HangingStor
         memory.put_write([key], [data.ctypes.data], [64])
         memory.put_end([key])
     store = HangingStore(memory)
-    sessions = SessionTable(StoreCalls(store), Health(), ttl=5.0, max_stuck=max_stuck, clock=lambda: 0.0)
+    sessions = SessionTable(StoreCalls(store), Health(), ttl=5.0, max_stuck=max_stuck, clock=clock)
     try:
         yield sessions, store, memory
     finally:
@@ -228,5 +231,59 @@ async def test_restarts_of_one_session_by_several_holders_fail_nobody() -> None:
                 await anyio.wait_all_tasks_blocked()
             store.release()
         assert answers == dict.fromkeys(("first", "second", "waiting"), PageStatus.LOADED)
+        sessions.release([session])
+        await all_ended(sessions, memory)
+
+
+async def test_a_start_that_is_cancelled_in_the_step_in_which_it_is_done_is_ended() -> None:
+    async with table(max_stuck=9) as (sessions, store, memory):
+        store.hold("session_start")
+        task = asyncio.ensure_future(sessions.acquire(["a", "b"]))
+        assert await asyncio.to_thread(store.wait_held, "session_start", 1)
+        (call,) = sessions._out
+        told = call._on_return
+
+        def done_and_cancelled(call: NativeCall[list[PageStatus]]) -> None:
+            told(call)
+            task.cancel()
+
+        call._on_return = done_and_cancelled
+        store.release()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await all_ended(sessions, memory)
+        assert sessions.statistics().opened == 2
+
+
+async def test_reads_that_are_put_off_for_one_renewal_are_put_off_until_it_is_done() -> None:
+    now = [0.0]
+    async with table(max_stuck=9, clock=lambda: now[0]) as (sessions, store, memory):
+        session = await opened(sessions, "a")
+        for renewals in range(2):
+            now[0] += 4.0  # of five
+            assert all(sessions.put_off([session]) for _ in range(5)), renewals
+            store.hold("session_start")
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(sessions.renew, [session])
+                assert await asyncio.to_thread(store.wait_held, "session_start")
+                assert all(sessions.put_off([session]) for _ in range(5)), renewals
+                store.release()
+        now[0] += 4.0
+        assert not sessions.put_off([session]), "two in vain are enough: it goes out"
+        assert sessions.put_off([session])
+        sessions.release([session])
+        await all_ended(sessions, memory)
+
+
+async def test_a_lease_is_counted_from_when_the_store_was_asked() -> None:
+    now = [0.0]
+    async with table(max_stuck=9, clock=lambda: now[0]) as (sessions, store, memory):
+        store.hold("session_start")
+        task = asyncio.ensure_future(opened(sessions, "a"))
+        assert await asyncio.to_thread(store.wait_held, "session_start")
+        now[0] = 4.0  # of five; on a busy machine the answer waits for the loop
+        store.release()
+        session = await task
+        assert sessions.put_off([session])
         sessions.release([session])
         await all_ended(sessions, memory)

@@ -105,10 +105,12 @@ def test_answers_that_cannot_be_looked_at(method: str) -> None:
         Descriptor(8, "host", None),  # type: ignore[arg-type]
         Descriptor(8, "host", True),
         Descriptor(-8, "host", 0),
+        Descriptor(1 << 64, "host", 0),
+        Descriptor(8, "host", 1 << 70),
         Descriptor(8.0, "host", 0),  # type: ignore[arg-type]
         Descriptor([], "host", 0),  # type: ignore[arg-type]
     ],
-    ids=range(12),
+    ids=range(14),
 )
 def test_descriptors_with_a_field_of_a_wrong_kind(wrong: Descriptor) -> None:
     scripted = ScriptedStore(MemoryStore(capacity=1 << 16))

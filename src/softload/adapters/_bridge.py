@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -147,6 +147,14 @@ class LoaderBridge:
             return None if self._loader is None else self._loader.statistics()
 
         return self.call(read, timeout)
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """On the loop: what failed under these names, which will not be used again, is of no more interest."""
+        loader = self._loader
+        if loader is not None:
+            with suppress(LoaderClosedError):
+                for request_id in request_ids:
+                    loader.forget(request_id)
 
     def close(self, timeout: float = 10.0) -> bool:
         """Close the loader and end the loop; True where that was done in time. May be called twice."""

@@ -10,10 +10,15 @@ from softload.config import Layout
 from softload.geometry.device_pool import DevicePool
 from softload.transfer import PoolName
 
-__all__ = ["TAIL_BYTES", "Fragment", "ObjectSpec", "layer_groups", "object_specs", "ranges_by_part", "ranges_of"]
+__all__ = ["TAIL_BYTES", "Fragment", "ObjectSpec", "PartRanges", "layer_groups", "object_specs", "ranges_of"]
 
 TAIL_BYTES = 32
 """Bytes of the tail that ends every object of `Layout.GROUPED`: format, length and digests."""
+
+_FIRST_BYTES = 16 << 10
+_LATER_BYTES = 64 << 10
+"""A pool's first object of a page in `Layout.GROUPED`, and each later one, takes in groups of layers until it has these
+bytes: an object costs as much as reading some 30 KiB, so that smaller ones bring nothing earlier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +42,7 @@ class ObjectSpec:
     Args:
         pool: the pool whose bytes it holds.
         part: which of the page's objects in that pool it is, as object keys have it.
-        group: its group of layers; 0 in `Layout.PAGE`.
+        group: the first group of layers that it holds bytes of; 0 in `Layout.PAGE`.
         draft: whether all of it is a draft's.
         payload: bytes of the page.
         size: bytes of the object: the payload and, in `Layout.GROUPED`, the tail.
@@ -110,44 +115,92 @@ def ranges_of(spec: ObjectSpec, layers: range) -> list[tuple[int, int]]:
     return ranges
 
 
-def ranges_by_part(spec: ObjectSpec, parts: Sequence[range], size: int) -> list[tuple[range, list[tuple[int, int]]]]:
-    """Byte ranges of an object of `size` bytes for each part that has some, by the transfer layers that it reads."""
-    if parts and spec.layers[-1] >= parts[-1].stop:  # a draft of its own may have more layers than the target
-        parts = (*parts, range(parts[-1].stop, spec.layers[-1] + 1))
-    found = []
-    for layers in parts:
-        # A range past the end of an object without the packed draft would fail the whole key.
-        pairs = [(offset, min(nbytes, size - offset)) for offset, nbytes in ranges_of(spec, layers) if offset < size]
-        if pairs:
-            found.append((layers, pairs))
-    return found
+class PartRanges:
+    """Byte ranges of objects, a part of some layers at a time; worked out once for each kind of object.
+
+    Args:
+        parts: the transfer layers of each part, ascending; none where objects are read whole.
+    """
+
+    def __init__(self, parts: Sequence[range] = ()) -> None:
+        self._parts = tuple(parts)
+        self._known: dict[tuple[PoolName, str, int], list[tuple[range, list[tuple[int, int]]]]] = {}
+
+    def __repr__(self) -> str:
+        return f"<PartRanges {', '.join(map(str, self._parts)) or 'none'}>"
+
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+    def of(self, spec: ObjectSpec, size: int) -> Sequence[tuple[range, Sequence[tuple[int, int]]]]:
+        """`(layers, byte ranges)` of an object of `size` bytes, for each part that has some."""
+        at = (spec.pool, spec.part, size)
+        if at not in self._known:
+            self._known[at] = self._work_out(spec, size)
+        return self._known[at]
+
+    def _work_out(self, spec: ObjectSpec, size: int) -> list[tuple[range, list[tuple[int, int]]]]:
+        parts = self._parts
+        if parts and spec.layers[-1] >= parts[-1].stop:  # a draft of its own may have more layers than the target
+            parts = (*parts, range(parts[-1].stop, spec.layers[-1] + 1))
+        found = []
+        for layers in parts:
+            # A range past the end of an object without the packed draft would fail the whole key.
+            pairs = [
+                (offset, min(nbytes, size - offset)) for offset, nbytes in ranges_of(spec, layers) if offset < size
+            ]
+            if pairs:
+                found.append((layers, pairs))
+        return found
 
 
 def _grouped_specs(pool: DevicePool, num_layers: int) -> list[ObjectSpec]:
-    suffix = _draft_suffix(pool) if pool.name.is_draft else ""
-    specs = []
-    for group, layers in enumerate(layer_groups(num_layers)):
-        buffers = [buffer for layer in layers for buffer in pool.layer_buffers(layer)]
-        if buffers:
-            specs.append(_spec(pool, f"g{group}{suffix}", group, buffers, draft=pool.name.is_draft, tail=TAIL_BYTES))
-    return specs
+    groups = [
+        [buffer for layer in layers for buffer in pool.layer_buffers(layer)] for layers in layer_groups(num_layers)
+    ]
+    return _joined_specs(pool, "g", groups, draft=pool.name.is_draft)
 
 
 def _grouped_draft_specs(pool: DevicePool) -> list[ObjectSpec]:
     if not pool.num_draft_layers:
         return []
-    suffix = _draft_suffix(pool)
-    return [
-        _spec(
-            pool,
-            f"d{group}{suffix}",
-            group,
-            [buffer for depth in depths for buffer in pool.draft_buffers(depth)],
-            draft=True,
-            tail=TAIL_BYTES,
-        )
-        for group, depths in enumerate(layer_groups(pool.num_draft_layers))
+    groups = [
+        [buffer for depth in depths for buffer in pool.draft_buffers(depth)]
+        for depths in layer_groups(pool.num_draft_layers)
     ]
+    return _joined_specs(pool, "d", groups, draft=True)
+
+
+def _joined_specs(pool: DevicePool, letter: str, groups: Sequence[Sequence[int]], *, draft: bool) -> list[ObjectSpec]:
+    """Objects of whole groups of layers, named by these: what is in one follows from its key and the geometry."""
+    suffix = _draft_suffix(pool) if draft else ""
+    sizes = [sum(pool.page_bytes(buffer) for buffer in buffers) for buffers in groups]
+    specs = []
+    for joined in _joined_groups(sizes):
+        first, last = joined[0], joined[-1]
+        part = f"{letter}{first}{suffix}" if first == last else f"{letter}{first}-{last}{suffix}"
+        buffers = [buffer for group in groups[first : last + 1] for buffer in group]
+        specs.append(_spec(pool, part, first, buffers, draft=draft, tail=TAIL_BYTES))
+    return specs
+
+
+def _joined_groups(sizes: Sequence[int]) -> list[list[int]]:
+    """Which groups of layers share an object, by the bytes of each; groups without bytes are in none."""
+    joined: list[list[int]] = []
+    total = least = 0
+    for group, nbytes in enumerate(sizes):
+        if not nbytes:
+            continue
+        if total >= least:
+            least = _LATER_BYTES if joined else _FIRST_BYTES
+            joined.append([])
+            total = 0
+        joined[-1].append(group)
+        total += nbytes
+    if len(joined) > 1 and total < _FIRST_BYTES:  # what is left is not worth an object
+        left = joined.pop()
+        joined[-1] += left
+    return joined
 
 
 def _page_specs(pool: DevicePool) -> tuple[ObjectSpec, ...]:

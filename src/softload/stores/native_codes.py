@@ -76,7 +76,10 @@ def _is_complete(replica: Any) -> bool:
 
 
 def descriptors(answers: Sequence[Any]) -> list[Descriptor | PageStatus]:
-    """`descriptor` of many. Where each has one replica, in memory and complete, nothing is done in Python for each."""
+    """`descriptor` of many. Where each has one replica, in memory and complete, nothing is done in Python for each.
+
+    Then it is for whoever asked to judge whether sizes, endpoints and addresses are what they should be.
+    """
     try:
         replicas = [replica for (replica,) in answers]
         # One of each status: by value, since native statuses are objects of their own.
@@ -96,7 +99,10 @@ def descriptor(replicas: Any) -> Descriptor | PageStatus:
         for replica in replicas:
             if replica.is_memory_replica() and _is_complete(replica):
                 buffer = replica.get_memory_descriptor().buffer_descriptor
-                return Descriptor(int(buffer.size), str(buffer.transport_endpoint), int(buffer.buffer_address))
+                size, endpoint, address = _fields(buffer)
+                if type(size) is type(address) is int and type(endpoint) is str:
+                    return Descriptor(size, endpoint, address)
+                return PageStatus.MALFORMED
     except Exception:  # an odd object of the native library costs its own key, not all that were asked for with it
         return PageStatus.MALFORMED
     return PageStatus.NO_MEMORY_REPLICA

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
+from typing import TypeVar
 
 import structlog
 
@@ -23,6 +24,8 @@ from softload.testing.moments import MomentStore
 from softload.testing.partitions import Partitions, why_no_partitions
 
 __all__ = ["ClusterFaults"]
+
+T = TypeVar("T")
 
 _log = structlog.get_logger(__name__)
 
@@ -40,7 +43,8 @@ class ClusterFaults:
     Raises:
         ValueError: a fault of another kind; a moment without `moments`; a fault of an owner in a cluster without any;
             one that cuts off, in a network that others use. Entering raises `StoreSetupError` where the kernel does not
-            let this process do that.
+            let this process do that; leaving does where a fault could not happen, or not be mended: later ones still
+            do, and nobody who runs into it is told before.
     """
 
     def __init__(self, cluster: MooncakeCluster, faults: Sequence[Fault], moments: MomentStore | None = None) -> None:
@@ -69,6 +73,7 @@ class ClusterFaults:
         self._thread = threading.Thread(target=self._run, name="softload-cluster-faults", daemon=True)
         self.happened: list[tuple[float, str]] = []
         """What was done, and how many seconds after entering."""
+        self._failures: list[str] = []
 
     def __enter__(self) -> ClusterFaults:
         self._began = time.monotonic()
@@ -91,12 +96,14 @@ class ClusterFaults:
             self._changed.notify()
         with self._acting:
             for child in list(self._frozen):
-                self._thaw(child)
+                self._attempt("thaw", partial(self._thaw, child))
             for child in list(self._parted):
-                self._join(child)
+                self._attempt("join", partial(self._join, child))
         self._thread.join()
         for thread in self._starting:
             thread.join()
+        if self._failures and error is None:
+            raise StoreSetupError(f"expected every fault to happen, and to be mended, got {'; '.join(self._failures)}")
 
     def _run(self) -> None:
         while True:
@@ -117,9 +124,18 @@ class ClusterFaults:
         with self._acting:
             if self._ended:
                 return
-            mend = self._do(fault.kind)
+            mend = self._attempt(str(fault.kind), partial(self._do, fault.kind))
             if mend is not None and fault.lasts is not None:
-                self._plan(fault.lasts, lambda: self._mend(mend))
+                self._plan(fault.lasts, lambda: self._mend(fault.kind, mend))
+
+    def _attempt(self, what: str, action: Callable[[], T]) -> T | None:
+        """What raises here is told at the end: it ends no thread, and no call of the store that came to its moment."""
+        try:
+            return action()
+        except Exception as error:  # of the kernel, or a process that has ended just now
+            self._note(f"{what} failed")
+            self._failures.append(f"{what}: {error}")
+            return None
 
     def _do(self, kind: FaultKind) -> Callable[[], None] | None:
         """Do it, and say how to undo it; ``None`` where there is nothing to undo."""
@@ -147,34 +163,38 @@ class ClusterFaults:
             return lambda: self._thaw(child)
         if kind.cuts_off:
             assert self._partitions is not None
-            self._parted[child] = frozenset(listening_ports(child.pid))
-            self._partitions.part(self._parted[child])
+            ports = frozenset(listening_ports(child.pid))
+            if not ports:
+                raise StoreSetupError(f"expected ports that process {child.pid} listens on, found none")
+            self._partitions.part(ports)
+            self._parted[child] = ports
             self._note(f"{name} cut off")
             return lambda: self._join(child)
         child.kill()
         self._note(f"{name} killed")
         return mend
 
-    def _mend(self, mend: Callable[[], None]) -> None:
+    def _mend(self, kind: FaultKind, mend: Callable[[], None]) -> None:
         with self._acting:
-            mend()
+            self._attempt(f"the end of {kind}", mend)
 
     def _restart_master(self) -> None:
-        self._start(self._cluster.restart_master, "master")
+        self._cluster.restart_master()
+        self._note("master started")
 
     def _restart_owner(self, index: int) -> None:
         # It waits for a master, which may be frozen and have to be thawed meanwhile.
-        start = partial(self._cluster.restart_owner, index)
-        thread = threading.Thread(target=self._start, args=(start, f"owner {index}"), daemon=True)
+        start = partial(self._start_owner, index)
+        thread = threading.Thread(target=self._attempt, args=(f"owner {index}", start), daemon=True)
         self._starting = [*(each for each in self._starting if each.is_alive()), thread]
         thread.start()
 
-    def _start(self, start: Callable[[], None], name: str) -> None:
+    def _start_owner(self, index: int) -> None:
         try:
-            start()
-            self._note(f"{name} started")
-        except StoreSetupError as error:  # an owner whose master is away
-            self._note(f"{name} did not start")
+            self._cluster.restart_owner(index)
+            self._note(f"owner {index} started")
+        except StoreSetupError as error:  # its master is away: that is no fault of the faults
+            self._note(f"owner {index} did not start")
             _log.warning("fault.failed", error=str(error))
 
     def _thaw(self, child: Child) -> None:

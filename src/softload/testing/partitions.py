@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -42,7 +43,7 @@ class Partitions:
     """
 
     def __init__(self) -> None:
-        self._ports: set[int] = set()
+        self._rules: list[tuple[str, ...]] = []
         if _VOID not in _ip("-oneline", "link", "show"):
             _ip("link", "add", _VOID, "type", "veth", "peer", "name", f"{_VOID}1")
         _ip("link", "set", _VOID, "arp", "off")
@@ -54,26 +55,47 @@ class Partitions:
             _ip("rule", "del", "pref", "0")
 
     def __repr__(self) -> str:
-        return f"<Partitions {sorted(self._ports)}>"
+        return f"<Partitions {len(self._rules)} rules>"
 
     def part(self, ports: Iterable[int]) -> None:
-        """Cut ports off; those that are stay so."""
-        for port in sorted(set(ports) - self._ports):
-            for rule in _rules(port):
-                _ip("rule", "add", *rule)
-            self._ports.add(port)
+        """Cut ports off; those that are stay so.
+
+        Raises:
+            StoreSetupError: the kernel, or another, has meddled with a rule; then none of these ports is cut off.
+        """
+        ports = set(ports)
+        try:
+            for rule in _rules(ports):
+                if rule not in self._rules:
+                    _ip("rule", "add", *rule)
+                    self._rules.append(rule)
+        except StoreSetupError:
+            with suppress(StoreSetupError):
+                self.join(ports)
+            raise
 
     def join(self, ports: Iterable[int]) -> None:
-        """Let packets through again; the kernels of both sides repeat what was lost."""
-        for port in sorted(self._ports & set(ports)):
-            for rule in _rules(port):
-                _ip("rule", "del", *rule)
-            self._ports.discard(port)
+        """Let packets through again; the kernels of both sides repeat what was lost.
+
+        Raises:
+            StoreSetupError: a rule was not there any more; all others are gone.
+        """
+        failures: list[StoreSetupError] = []
+        for rule in _rules(ports):
+            if rule in self._rules:
+                self._rules.remove(rule)
+                try:
+                    _ip("rule", "del", *rule)
+                except StoreSetupError as error:
+                    failures.append(error)
+        if failures:
+            raise failures[0]
 
 
-def _rules(port: int) -> Iterable[tuple[str, ...]]:
-    for side in ("sport", "dport"):
-        yield "pref", _BEFORE_LOCAL, "ipproto", "tcp", side, str(port), "lookup", _TABLE
+def _rules(ports: Iterable[int]) -> Iterable[tuple[str, ...]]:
+    for port in sorted(ports):
+        for side in ("sport", "dport"):
+            yield "pref", _BEFORE_LOCAL, "ipproto", "tcp", side, str(port), "lookup", _TABLE
 
 
 def _ip(*words: str) -> str:

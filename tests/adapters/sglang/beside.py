@@ -7,14 +7,28 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from softload.protocols import PageStore
+from softload.testing import HangingStore
 
 from .engines import Answer, Engine, Prompt, prompts
 from .hooked_linker import Faults, HookedLinker
 
-__all__ = ["LOAD_SECONDS", "LONG", "Beside", "beside", "computed", "faulty", "on_device", "queueing", "restored"]
+__all__ = [
+    "LOAD_SECONDS",
+    "LONG",
+    "Beside",
+    "beside",
+    "computed",
+    "faulty",
+    "hanging",
+    "on_device",
+    "queueing",
+    "restored",
+]
+
+W = TypeVar("W", bound=PageStore)
 
 PATIENCE = {"deadline": "20s", "lookup_deadline": "10s"}
 
@@ -45,14 +59,23 @@ class Beside:
 
 def faulty(running: Engine, **options: object) -> Faults:
     """A linker whose store can be made to fail."""
-    made: list[Faults] = []
+    return _relinked(running, Faults, {**PATIENCE, **options})
 
-    def wrap(store: PageStore) -> Faults:
-        made.append(Faults(store))
+
+def hanging(running: Engine, **options: object) -> HangingStore:
+    """A linker whose store can be made to hang, and that waits for it."""
+    return _relinked(running, HangingStore, {"deadline": "20s", "lookup_deadline": "20s", **options})
+
+
+def _relinked(running: Engine, wrapper: Callable[[PageStore], W], options: dict[str, object]) -> W:
+    made: list[W] = []
+
+    def wrap(store: PageStore) -> W:
+        made.append(wrapper(store))
         return made[-1]
 
     HookedLinker.wrap = staticmethod(wrap)
-    running.relink(**{**PATIENCE, "prefetch_ttl": 0, **options})
+    running.relink(**{"prefetch_ttl": 0, **options})
     return made[-1]
 
 

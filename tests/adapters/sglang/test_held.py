@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from softload.protocols import PageStore
 from softload.telemetry import Statistics
 from softload.testing import HangingStore
 
+from .beside import hanging
 from .engines import Answer, Engine, Prompt, engine, prompts, tiny_llama
-from .hooked_linker import HookedLinker
 
 ADMISSIONS = {"hold": "read", "stream": "exists"}
 """With the call for which a request is held."""
@@ -26,18 +25,11 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 
 def stored(running: Engine, admission: str) -> tuple[HangingStore, list[Prompt], list[Answer]]:
     """A store that can hang, prompts whose pages are in it and not on the device, and their answers."""
-    made: list[HangingStore] = []
-
-    def wrap(store: PageStore) -> HangingStore:
-        made.append(HangingStore(store))
-        return made[-1]
-
-    HookedLinker.wrap = staticmethod(wrap)
-    running.relink(admission=admission, deadline="20s", lookup_deadline="20s", prefetch_ttl=0)
+    store = hanging(running, admission=admission)
     asked = prompts(700, 300, seed=51)
     cold = running.generate(asked)
     running.flush()
-    return made[-1], asked, cold
+    return store, asked, cold
 
 
 def tokens(answers: list[Answer]) -> list[list[int]]:

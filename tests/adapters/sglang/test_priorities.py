@@ -7,11 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from softload.protocols import PageStore
-from softload.testing import HangingStore
-
+from .beside import hanging
 from .engines import Engine, engine, prompts, tiny_llama
-from .hooked_linker import HookedLinker
 
 
 @pytest.fixture(scope="module")
@@ -26,14 +23,7 @@ def test_nothing_is_preempted_for_a_request_whose_bytes_are_not_here(
     running: Engine, admission: str, call: str
 ) -> None:
     """Only once it can run; until then what runs goes on, and is not computed again and again."""
-    made: list[HangingStore] = []
-
-    def wrap(store: PageStore) -> HangingStore:
-        made.append(HangingStore(store))
-        return made[-1]
-
-    HookedLinker.wrap = staticmethod(wrap)
-    running.relink(admission=admission, deadline="20s", lookup_deadline="20s", prefetch_ttl=0)
+    store = hanging(running, admission=admission)
     important, common = prompts(700, 100, seed=61)
     cold = running.generate([important])[0]
     alone = running.generate([common], tokens=600)[0]
@@ -43,15 +33,15 @@ def test_nothing_is_preempted_for_a_request_whose_bytes_are_not_here(
     while len(low.tokens) < 20:
         assert time.monotonic() < until
         time.sleep(0.005)
-    made[-1].hold(call)
+    store.hold(call)
     high = running.start(important, priority=100)
-    assert made[-1].wait_held(call)
+    assert store.wait_held(call)
     seen = len(low.tokens)
     while len(low.tokens) < seen + 20:
         assert time.monotonic() < until
         time.sleep(0.005)
     assert running.forwards[running.rid_of(low)] == 1
-    made[-1].release()
+    store.release()
     assert high.done.wait(20) and low.done.wait(20)
     assert high.tokens == cold.tokens and high.cached_tokens == 640
     assert low.tokens == alone.tokens and high.ended < low.ended

@@ -42,6 +42,7 @@ def one(shared: Rig) -> Iterator[Rig]:
     shared.heal()
     drained(shared)
     settle(shared.llm)
+    assert not shared.statistics.suppressed_requests, "no attempt's name is ever used again"
 
 
 def drained(one: Rig) -> None:

@@ -30,6 +30,7 @@ def one(shared: Rig) -> Iterator[Rig]:
     yield shared
     shared.heal()
     settle(shared.llm)
+    assert not shared.statistics.suppressed_requests, "no attempt's name is ever used again"
 
 
 LOST = pytest.mark.parametrize("lost", [[3], [1, 4, 7], None], ids=["one block", "three blocks", "all blocks"])

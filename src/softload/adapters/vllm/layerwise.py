@@ -98,6 +98,7 @@ class StepLoads:
         except Exception:
             _log.exception("load.raised", request_ids=[order.ticket[0] for order in self._orders])
         finally:
+            self._bridge.forget(name for order in self._orders for name, _ in self._parts(order))
             self._end()
 
     def _end(self) -> None:

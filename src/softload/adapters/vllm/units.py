@@ -76,8 +76,13 @@ class UnitMaker:
     @staticmethod
     def load_name(order: LoadOrder, part: range) -> str:
         """The name of the unit that `load` makes."""
-        request_id, attempt = order.ticket
-        return f"{request_id}#{attempt}" + (f"+{part.start}" if part.start else "")
+        return UnitMaker.name(order.ticket) + (f"+{part.start}" if part.start else "")
+
+    @staticmethod
+    def name(ticket: Ticket) -> str:
+        """The name of the units of an attempt: what failed in one says nothing about the next."""
+        request_id, attempt = ticket
+        return f"{request_id}#{attempt}"
 
     def save(self, order: SaveOrder, part: range, ready: Fence | None) -> TransferUnit | None:
         """A part of an order, without the pages that a sliding window has passed; ``None`` if none are left."""
@@ -121,8 +126,7 @@ class UnitMaker:
             target.append(ComponentTransfer(table.pool, keys, slots, policy, table.window or 1))
             if table.draft is not None:
                 draft.append(ComponentTransfer(table.draft, keys, slots, policy, table.window or 1))
-        request_id, attempt = ticket
-        return TransferUnit(f"{request_id}#{attempt}", tuple(target), tuple(draft) or None, deadline, ready)
+        return TransferUnit(self.name(ticket), tuple(target), tuple(draft) or None, deadline, ready)
 
 
 def _parts(pages: int, step: int) -> Iterator[range]:

@@ -202,6 +202,7 @@ class WorkerSide:
             del self._prefetches[order.ticket]
             if not answered:
                 self._outbox.landed(order.ticket, 0)
+            self._bridge.forget([self._units.name(order.ticket)])
             if job.place is not None:
                 self._fail(job.place.ticket, job.place.block_ids)
 
@@ -242,6 +243,8 @@ class WorkerSide:
             _log.exception("load.raised", request_id=order.ticket[0])
         finally:
             del self._loads[order.ticket]
+            parts = self._units.load_parts(len(order.keys))
+            self._bridge.forget(self._units.load_name(order, part) for part in parts)
             self._received(order.ticket, order.block_ids, restored)
 
     async def _save(self, order: SaveOrder, job: _Save, part: range, fence: Fence | None) -> None:
