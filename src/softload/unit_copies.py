@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
 
@@ -26,7 +26,7 @@ from softload.transfer import Fence
 from softload.unit_fetches import UnitFetches
 from softload.unit_pages import UnitPages
 
-__all__ = ["AnyCopy", "Meanwhile", "UnitCopies", "nothing"]
+__all__ = ["AnyCopy", "UnitCopies"]
 
 _log = structlog.get_logger(__name__)
 
@@ -36,12 +36,6 @@ AnyCopy = Copy | LentCopy
 
 Chunk = Callable[[], list[Refuted] | None]
 """What is copied between two looks at the deadline; what of it was not proven."""
-
-Meanwhile = Callable[[], Awaitable[object]]
-
-
-async def nothing() -> None:
-    """Nothing to do meanwhile."""
 
 
 class UnitCopies:
@@ -83,7 +77,7 @@ class UnitCopies:
         self._fence = None
         return None
 
-    async def copy(self, copies: Sequence[AnyCopy], layer: int, meanwhile: Meanwhile = nothing) -> bool:
+    async def copy(self, copies: Sequence[AnyCopy], layer: int) -> bool:
         """Copy in chunks; the deadline may pass between two, never within one. False once one has failed.
 
         What is not proven after it was copied is no failure: `take_refuted` must follow.
@@ -91,7 +85,6 @@ class UnitCopies:
         Args:
             copies: what to copy.
             layer: the first that waits for it; lower ones, of whatever unit, go first.
-            meanwhile: awaited while they run.
         """
         if copies:
             self._move_slots(SlotState.FILLING)
@@ -102,7 +95,7 @@ class UnitCopies:
         parts = [partial(execute, part) for part in chunks(landed, most)]  # type: ignore[arg-type]  # no lent ones
         direct = [partial(prove, part) for part in lent_batches(lent, most)]
         refuted: list[Refuted] = []
-        if not await self._run_all([*direct, *parts], float(layer), meanwhile, refuted, direct=len(direct)):
+        if not await self._run_all([*direct, *parts], float(layer), refuted, direct=len(direct)):
             return False
         if lent:
             nbytes = sum(copy.segment.nbytes * copy.segment.count for copy in lent)
@@ -115,13 +108,15 @@ class UnitCopies:
     def take_refuted(self) -> list[Refuted]:
         """What was not proven by the copies since the last time: its slots hold anybody's bytes."""
         refuted, self._refuted = self._refuted, []
+        refuted.sort(
+            key=lambda each: each.page
+        )  # lanes end as they like; the first pages are worth most
         return refuted
 
     async def _run_all(
         self,
         parts: Sequence[Chunk],
         priority: float,
-        meanwhile: Meanwhile = nothing,
         refuted: list[Refuted] | None = None,
         direct: int = 0,
     ) -> bool:
@@ -130,7 +125,6 @@ class UnitCopies:
         Args:
             parts: the chunks.
             priority: their turn, lower ones first.
-            meanwhile: awaited while they run.
             refuted: gets what was not proven.
             direct: how many of the first ones copy from where the store has its bytes, for traces.
         """
@@ -159,7 +153,6 @@ class UnitCopies:
             errors.append(error)
         try:
             if running and not errors:
-                await meanwhile()
                 await returned.wait()
         finally:
             # Failed or cancelled: what has not started never will, what has started ends before anybody goes on.
