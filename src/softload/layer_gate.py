@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
-
-import anyio
 
 __all__ = ["LayerGate"]
 
@@ -21,7 +20,7 @@ class LayerGate:
         self.num_layers = num_layers
         self._done = dict.fromkeys(units, 0)
         self._open = 0
-        self._waiters: dict[int, anyio.Event] = {}
+        self._waiters: dict[int, asyncio.Event] = {}
         self._advance()
 
     def __repr__(self) -> str:
@@ -43,7 +42,7 @@ class LayerGate:
             raise IndexError(f"expected a layer from 0 to {self.num_layers - 1}, got {layer}")
         if layer < self._open:
             return
-        event = self._waiters.setdefault(layer, anyio.Event())
+        event = self._waiters.setdefault(layer, asyncio.Event())
         await event.wait()
 
     def _advance(self) -> None:

@@ -12,13 +12,14 @@ import asyncio
 import time
 from collections import deque
 
-import anyio
-
 from softload.protocols import Clock
 
 __all__ = ["Pacer"]
 
 _TURN_SECONDS = 0.001
+
+_CROWD = 8
+"""Who waits behind so many gets its first layers later than all of its bytes would take alone."""
 
 
 class Pacer:
@@ -32,18 +33,23 @@ class Pacer:
         self._pieces = 0
         self._too_late = 0
         """Who was woken for this turn and found no time left: the first ones of those that wait."""
-        self._waiting: deque[anyio.Event] = deque()
+        self._waiting: deque[asyncio.Event] = deque()
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether so many wait for time that each had better do more of its work at once."""
+        return len(self._waiting) >= _CROWD
 
     async def turn(self) -> None:
         """Return at once where this turn has time left, else when there is some. Nothing has to be given back."""
         if not self._is_taken:
             self._begin()
         elif self._waiting or self._is_over():
-            mine = anyio.Event()
+            mine = asyncio.Event()
             self._waiting.append(mine)
             await mine.wait()
             while self._is_over():
-                mine = anyio.Event()
+                mine = asyncio.Event()
                 self._waiting.insert(self._too_late, mine)
                 self._too_late += 1
                 await mine.wait()

@@ -5,6 +5,7 @@ Every unit runs as a task of its own under its own deadline, so that what hangs 
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -92,13 +93,13 @@ class UnitRun:
         self.is_cancelled = False
         self._reserved = False
         self.outcome: UnitOutcome | None = None
-        self.decided = anyio.Event()
-        self.go = anyio.Event()
-        self.landed = anyio.Event()
-        self.draft_ready = anyio.Event()
-        self.finished = anyio.Event()
-        self._changed = anyio.Event()
-        self._placed = anyio.Event()
+        self.decided = asyncio.Event()
+        self.go = asyncio.Event()
+        self.landed = asyncio.Event()
+        self.draft_ready = asyncio.Event()
+        self.finished = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._placed = asyncio.Event()
 
     def __repr__(self) -> str:
         return f"<UnitRun {self.request_id}: {self._mode.value}, {self.pages} of {self.wants.requested} pages>"
@@ -265,13 +266,18 @@ class UnitRun:
 
     # -- what its layers ask of it
 
-    async def until(self, ready: Callable[[], bool]) -> None:
-        """Wait for a condition on what has landed; meanwhile plan what is left to plan.
+    async def until(self, ready: Callable[[], bool], idle: float = 0.0) -> None:
+        """Wait for a condition on what has landed; meanwhile, after `idle` seconds, plan what is left to plan.
 
         So the first layers are copied before the reads of the last ones are planned, where they are here by then.
         """
+        if idle and not ready():
+            with anyio.move_on_after(idle):
+                while not ready():
+                    self._changed = asyncio.Event()
+                    await self._changed.wait()
         while not ready():
-            self._changed = anyio.Event()
+            self._changed = asyncio.Event()
             if not await self._fetches.plan(self._turn):
                 await self._changed.wait()
 

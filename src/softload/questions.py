@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Generic, TypeAlias, TypeVar
 
-import anyio
-
 from softload.callbacks import callback_context
 from softload.native_calls import CallGroup, NativeCall, RefusedError
 from softload.outcomes import PageStatus
@@ -35,7 +33,7 @@ class Question(Generic[T]):
     __slots__ = ("_askers", "_on_late", "call", "returned")
 
     def __init__(self, function: Callable[[], list[T | PageStatus]], on_late: OnLate) -> None:
-        self.returned = anyio.Event()
+        self.returned = asyncio.Event()
         self.call: NativeCall[list[T | PageStatus]] = NativeCall(function, self._returned)
         self._on_late = on_late
         self._askers = 0

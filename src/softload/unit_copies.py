@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
 
@@ -25,7 +26,7 @@ from softload.transfer import Fence
 from softload.unit_fetches import UnitFetches
 from softload.unit_pages import UnitPages
 
-__all__ = ["AnyCopy", "Meanwhile", "UnitCopies", "nothing"]
+__all__ = ["AnyCopy", "UnitCopies"]
 
 _log = structlog.get_logger(__name__)
 
@@ -35,12 +36,6 @@ AnyCopy = Copy | LentCopy
 
 Chunk = Callable[[], list[Refuted] | None]
 """What is copied between two looks at the deadline; what of it was not proven."""
-
-Meanwhile = Callable[[], Awaitable[object]]
-
-
-async def nothing() -> None:
-    """Nothing to do meanwhile."""
 
 
 class UnitCopies:
@@ -82,7 +77,7 @@ class UnitCopies:
         self._fence = None
         return None
 
-    async def copy(self, copies: Sequence[AnyCopy], layer: int, meanwhile: Meanwhile = nothing) -> bool:
+    async def copy(self, copies: Sequence[AnyCopy], layer: int) -> bool:
         """Copy in chunks; the deadline may pass between two, never within one. False once one has failed.
 
         What is not proven after it was copied is no failure: `take_refuted` must follow.
@@ -90,7 +85,6 @@ class UnitCopies:
         Args:
             copies: what to copy.
             layer: the first that waits for it; lower ones, of whatever unit, go first.
-            meanwhile: awaited while they run.
         """
         if copies:
             self._move_slots(SlotState.FILLING)
@@ -101,7 +95,7 @@ class UnitCopies:
         parts = [partial(execute, part) for part in chunks(landed, most)]  # type: ignore[arg-type]  # no lent ones
         direct = [partial(prove, part) for part in lent_batches(lent, most)]
         refuted: list[Refuted] = []
-        if not await self._run_all([*direct, *parts], float(layer), meanwhile, refuted, direct=len(direct)):
+        if not await self._run_all([*direct, *parts], float(layer), refuted, direct=len(direct)):
             return False
         if lent:
             nbytes = sum(copy.segment.nbytes * copy.segment.count for copy in lent)
@@ -114,13 +108,15 @@ class UnitCopies:
     def take_refuted(self) -> list[Refuted]:
         """What was not proven by the copies since the last time: its slots hold anybody's bytes."""
         refuted, self._refuted = self._refuted, []
+        refuted.sort(
+            key=lambda each: each.page
+        )  # lanes end as they like; the first pages are worth most
         return refuted
 
     async def _run_all(
         self,
         parts: Sequence[Chunk],
         priority: float,
-        meanwhile: Meanwhile = nothing,
         refuted: list[Refuted] | None = None,
         direct: int = 0,
     ) -> bool:
@@ -129,13 +125,12 @@ class UnitCopies:
         Args:
             parts: the chunks.
             priority: their turn, lower ones first.
-            meanwhile: awaited while they run.
             refuted: gets what was not proven.
             direct: how many of the first ones copy from where the store has its bytes, for traces.
         """
         errors: list[Exception] = []
         running: set[NativeCall[list[Refuted] | None]] = set()
-        returned = anyio.Event()
+        returned = asyncio.Event()
 
         def back(call: NativeCall[list[Refuted] | None]) -> None:
             running.discard(call)
@@ -158,15 +153,15 @@ class UnitCopies:
             errors.append(error)
         try:
             if running and not errors:
-                await meanwhile()
                 await returned.wait()
         finally:
             # Failed or cancelled: what has not started never will, what has started ends before anybody goes on.
-            running.difference_update([call for call in list(running) if call.withdraw()])
-            with anyio.CancelScope(shield=True):
-                while running:
-                    returned = anyio.Event()
-                    await returned.wait()
+            if running:
+                running.difference_update([call for call in list(running) if call.withdraw()])
+                with anyio.CancelScope(shield=True):
+                    while running:
+                        returned = asyncio.Event()
+                        await returned.wait()
         if errors:
             self._context.log.tell(
                 _log.error, events.COPY_FAILED, request_id=self._wants.request_id, error=repr(errors[0])
@@ -266,14 +261,14 @@ class UnitCopies:
     def _column_copies(self, column: Column, fragments: Sequence[Fragment], pages: range) -> list[AnyCopy]:
         found: list[AnyCopy] = []
         first = pages.start
-        until, most = self._fetches.loans.until, self._context.config.copy_chunk_bytes
+        until = self._fetches.loans.until
         for is_lent, some in groupby(
             self._fetches.segments(column, pages), lambda each: each.state is SegmentState.LENT
         ):
             segments = list(some)
             span = range(first, first + sum(segment.count for segment in segments))
             if is_lent:
-                found += lent_copies(column, fragments, segments, span, until=until, max_bytes=most)
+                found += lent_copies(column, fragments, segments, span, until)
             else:
                 found += copies_in(column, fragments, segments, span)
             first = span.stop

@@ -24,11 +24,13 @@ from softload.unit_pages import UnitPages, Wanted
 
 __all__ = ["UnitFetches"]
 
-_CHUNKS_AHEAD = 2
+_CHUNKS_AHEAD = 8
 """Chunks of it are planned before the unit is admitted."""
 _WORTH_PAGES = 64
 _WORTH_BYTES = 1 << 20
 """Less of a column is planned, and read, together with the next: a call of its own takes longer than its bytes."""
+_CROWDED = 4
+"""So much more where many units wait for their turn."""
 
 
 class UnitListener(FetchListener, Protocol):
@@ -120,6 +122,11 @@ class UnitFetches:
             self._unqueued += self._assign(column, first)
         self._queue()
 
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether the first layers' reads were started before the unit was admitted."""
+        return bool(self._ahead)
+
     async def begin(self) -> None:
         """Join what is on its way, and be granted landing memory for the rest, whole and in turn; `plan` comes next."""
         self._context.planned.add(self, self._pages.page_keys())
@@ -178,7 +185,8 @@ class UnitFetches:
             return False
         self._turn = turn
         pages = nbytes = 0
-        while self._unplanned and pages < _WORTH_PAGES and nbytes < _WORTH_BYTES:
+        more = _CROWDED if self._context.pacer.is_crowded else 1
+        while self._unplanned and pages < more * _WORTH_PAGES and nbytes < more * _WORTH_BYTES:
             column, first = self._unplanned.popleft()
             self._unqueued += self._assign(column, first)
             planned = len(pages_of_chunk(self._pages.pages_of(column), first))

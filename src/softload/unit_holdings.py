@@ -67,7 +67,9 @@ class UnitHoldings:
         page = pages.start
         while held is not None and page < pages.stop:
             fetch = held[page]
-            first = page if fetch is None or fetch.count == 1 else self.first(column, page, fetch)
+            # The page is its first as a rule; a fetch may serve twice in a row, so that its neighbour is no proof.
+            is_first = fetch is None or fetch.count == 1 or not page or held[page - 1] is not fetch
+            first = page if is_first or fetch is None else self.first(column, page, fetch)
             page = first + (1 if fetch is None else fetch.count)
             yield first, page, fetch
 

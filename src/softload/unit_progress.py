@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
-
-import anyio
 
 from softload.context import Context
 from softload.outcomes import LateFailure, PageStatus
@@ -26,7 +25,7 @@ class UnitProgress:
         self._num_layers = context.pools.num_layers
         self._request_id = request_id
         self._on_layers = on_layers
-        self.admitted = anyio.Event()
+        self.admitted = asyncio.Event()
         self.admitted_pages = 0
         self.layers = 0
         """Layers that are in its slots, for the pages that are good."""

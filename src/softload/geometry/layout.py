@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -16,9 +17,9 @@ TAIL_BYTES = 32
 """Bytes of the tail that ends every object of `Layout.GROUPED`: format, length and digests."""
 
 _FIRST_BYTES = 16 << 10
-_LATER_BYTES = 64 << 10
+_LATER_BYTES = 128 << 10
 """A pool's first object of a page in `Layout.GROUPED`, and each later one, takes in groups of layers until it has these
-bytes: an object costs as much as reading some 30 KiB, so that smaller ones bring nothing earlier."""
+bytes. An object costs what reading 60 KiB from its owner costs, so that smaller ones bring nothing earlier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,11 @@ class ObjectSpec:
     target_size: int
     layers: tuple[int, ...]
     fragments: tuple[Fragment, ...]
+
+    def has_any(self, layers: range) -> bool:
+        """Whether bytes of any of these neighbouring layers are in it."""
+        first = bisect_left(self.layers, layers.start)
+        return first < len(self.layers) and self.layers[first] < layers.stop
 
 
 def layer_groups(num_layers: int) -> tuple[range, ...]:
