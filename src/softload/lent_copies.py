@@ -36,6 +36,7 @@ class LentCopy:
         segment: where they are.
         first: the first one's page.
         until: when their lease has run out.
+        nbytes: bytes that it copies.
     """
 
     column: Column
@@ -43,11 +44,7 @@ class LentCopy:
     segment: Segment
     first: int
     until: float
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it copies."""
-        return self.segment.count * sum(fragment.nbytes for fragment in self.fragments)
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +71,7 @@ def lent_copies(
     for first, run in runs(segments) if width else ():
         for at in range(0, run.count, step):
             piece = run.piece(at, min(step, run.count - at))
-            yield LentCopy(column, fragments, piece, pages.start + first + at, until)
+            yield LentCopy(column, fragments, piece, pages.start + first + at, until, piece.count * width)
 
 
 def lent_batches(copies: Sequence[LentCopy], max_bytes: int) -> Iterator[list[LentCopy]]:
