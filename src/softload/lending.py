@@ -25,7 +25,7 @@ _MOST_ENDPOINTS: Final = 4096
 _END: Final = 1 << 62
 """No process has so many addresses, but a store may say anything."""
 
-_WORTH_BYTES: Final = 256 << 10
+_WORTH_BYTES: Final = 64 << 10
 """Less side by side comes by landing memory: each run of objects is copied and checked for itself."""
 
 

@@ -25,6 +25,12 @@ __all__ = ["DIRECT", "LentCopy", "Refuted", "copy_lent", "lent_batches", "lent_c
 DIRECT: Final = "direct read"
 """Label of copies from where the store has its bytes."""
 
+_LANES: Final = 2
+"""On which copies run."""
+
+_APART_BYTES: Final = 256 << 10
+"""Less is not worth a call of its own."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LentCopy:
@@ -36,7 +42,7 @@ class LentCopy:
         segment: where they are.
         first: the first one's page.
         until: when their lease has run out.
-        nbytes: bytes that it copies.
+        width: bytes of each that are copied.
     """
 
     column: Column
@@ -44,7 +50,17 @@ class LentCopy:
     segment: Segment
     first: int
     until: float
-    nbytes: int
+    width: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it copies."""
+        return self.segment.count * self.width
+
+    def piece(self, first: int, count: int) -> LentCopy:
+        """Some of the objects."""
+        piece = self.segment.piece(first, count)
+        return LentCopy(self.column, self.fragments, piece, self.first + first, self.until, self.width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,33 +73,41 @@ class Refuted:
 
 
 def lent_copies(
-    column: Column,
-    fragments: Sequence[Fragment],
-    segments: Sequence[Segment],
-    pages: range,
-    *,
-    until: float,
-    max_bytes: int,
+    column: Column, fragments: Sequence[Fragment], segments: Sequence[Segment], pages: range, until: float
 ) -> Iterator[LentCopy]:
-    """Copies of lent objects, of at most `max_bytes` each; a single object may be larger. See `LentCopy`."""
+    """Copies of lent objects, for every page of `pages` in this order, until their lease has run out."""
     width = sum(fragment.nbytes for fragment in fragments)
-    step = max(1, max_bytes // max(1, width))
-    for first, run in runs(segments) if width else ():
-        for at in range(0, run.count, step):
-            piece = run.piece(at, min(step, run.count - at))
-            yield LentCopy(column, fragments, piece, pages.start + first + at, until, piece.count * width)
+    for first, run in runs(segments) if fragments else ():
+        yield LentCopy(column, fragments, run, pages.start + first, until, width)
 
 
 def lent_batches(copies: Sequence[LentCopy], max_bytes: int) -> Iterator[list[LentCopy]]:
-    """What is copied, and then proven, between two looks at the deadline: objects of one column."""
+    """What is copied, and then proven, between two looks at the deadline: objects of one column.
+
+    Args:
+        copies: split where need be.
+        max_bytes: of a batch; a single object may be larger. Batches are about equal, so that lanes end together.
+    """
+    total = sum(copy.nbytes for copy in copies)
+    count = -(-total // max_bytes)
+    if total >= _LANES * _APART_BYTES:
+        count = -(-count // _LANES) * _LANES
+    most = -(-total // max(1, count))
     batch: list[LentCopy] = []
-    total = 0
+    room = most
     for copy in copies:
-        if batch and (total + copy.nbytes > max_bytes or copy.column is not batch[0].column):
+        width, left = copy.width, copy
+        if batch and left.column is not batch[0].column:
             yield batch
-            batch, total = [], 0
-        batch.append(copy)
-        total += copy.nbytes
+            batch, room = [], most
+        while left.nbytes > room and (some := max(room // width, 0 if batch else 1)) < left.segment.count:
+            if some:
+                batch.append(left.piece(0, some))
+            yield batch
+            left = left.piece(some, left.segment.count - some)
+            batch, room = [], most
+        batch.append(left)
+        room -= left.nbytes
     if batch:
         yield batch
 

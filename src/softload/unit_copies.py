@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
 
@@ -26,7 +26,7 @@ from softload.transfer import Fence
 from softload.unit_fetches import UnitFetches
 from softload.unit_pages import UnitPages
 
-__all__ = ["AnyCopy", "Meanwhile", "UnitCopies", "nothing"]
+__all__ = ["AnyCopy", "UnitCopies"]
 
 _log = structlog.get_logger(__name__)
 
@@ -39,12 +39,6 @@ AnyCopy = Copy | LentCopy
 
 Chunk = Callable[[], list[Refuted] | None]
 """What is copied between two looks at the deadline; what of it was not proven."""
-
-Meanwhile = Callable[[], Awaitable[object]]
-
-
-async def nothing() -> None:
-    """Nothing to do meanwhile."""
 
 
 class UnitCopies:
@@ -86,7 +80,7 @@ class UnitCopies:
         self._fence = None
         return None
 
-    async def copy(self, copies: Sequence[AnyCopy], layer: int, meanwhile: Meanwhile = nothing) -> bool:
+    async def copy(self, copies: Sequence[AnyCopy], layer: int) -> bool:
         """Copy in chunks; the deadline may pass between two, never within one. False once one has failed.
 
         What is not proven after it was copied is no failure: `take_refuted` must follow.
@@ -94,7 +88,6 @@ class UnitCopies:
         Args:
             copies: what to copy.
             layer: the first that waits for it; lower ones, of whatever unit, go first.
-            meanwhile: awaited while they run.
         """
         if copies:
             self._move_slots(SlotState.FILLING)
@@ -108,7 +101,7 @@ class UnitCopies:
         calls: list[Chunk] = [*direct, *parts]
         if len(calls) > 1 and sum(copy.nbytes for copy in copies) <= min(most, _TOGETHER_BYTES):
             calls = [partial(_all_of, calls)]
-        if not await self._run_all(calls, float(layer), meanwhile, refuted, direct=len(direct)):
+        if not await self._run_all(calls, float(layer), refuted, direct=len(direct)):
             return False
         if lent:
             nbytes = sum(copy.segment.nbytes * copy.segment.count for copy in lent)
@@ -121,13 +114,13 @@ class UnitCopies:
     def take_refuted(self) -> list[Refuted]:
         """What was not proven by the copies since the last time: its slots hold anybody's bytes."""
         refuted, self._refuted = self._refuted, []
+        refuted.sort(key=lambda each: each.page)  # lanes end as they like; the first pages are worth most
         return refuted
 
     async def _run_all(
         self,
         parts: Sequence[Chunk],
         priority: float,
-        meanwhile: Meanwhile = nothing,
         refuted: list[Refuted] | None = None,
         direct: int = 0,
     ) -> bool:
@@ -136,7 +129,6 @@ class UnitCopies:
         Args:
             parts: the chunks.
             priority: their turn, lower ones first.
-            meanwhile: awaited while they run.
             refuted: gets what was not proven.
             direct: how many of the first ones copy from where the store has its bytes, for traces.
         """
@@ -165,7 +157,6 @@ class UnitCopies:
             errors.append(error)
         try:
             if running and not errors:
-                await meanwhile()
                 await returned.wait()
         finally:
             # Failed or cancelled: what has not started never will, what has started ends before anybody goes on.
@@ -274,14 +265,14 @@ class UnitCopies:
     def _column_copies(self, column: Column, fragments: Sequence[Fragment], pages: range) -> list[AnyCopy]:
         found: list[AnyCopy] = []
         first = pages.start
-        until, most = self._fetches.loans.until, self._context.config.copy_chunk_bytes
+        until = self._fetches.loans.until
         for is_lent, some in groupby(
             self._fetches.segments(column, pages), lambda each: each.state is SegmentState.LENT
         ):
             segments = list(some)
             span = range(first, first + sum(segment.count for segment in segments))
             if is_lent:
-                found += lent_copies(column, fragments, segments, span, until=until, max_bytes=most)
+                found += lent_copies(column, fragments, segments, span, until)
             else:
                 found += copies_in(column, fragments, segments, span)
             first = span.stop

@@ -24,7 +24,7 @@ from softload.unit_pages import UnitPages, Wanted
 
 __all__ = ["UnitFetches"]
 
-_CHUNKS_AHEAD = 2
+_CHUNKS_AHEAD = 8
 """Chunks of it are planned before the unit is admitted."""
 _WORTH_PAGES = 64
 _WORTH_BYTES = 1 << 20
@@ -121,6 +121,11 @@ class UnitFetches:
         for column, first in self._ahead:
             self._unqueued += self._assign(column, first)
         self._queue()
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether the first layers' reads were started before the unit was admitted."""
+        return bool(self._ahead)
 
     async def begin(self) -> None:
         """Join what is on its way, and be granted landing memory for the rest, whole and in turn; `plan` comes next."""

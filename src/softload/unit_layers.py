@@ -15,12 +15,19 @@ from softload.fetches import Turn
 from softload.geometry.layout import layer_groups
 from softload.outcomes import PageStatus
 from softload.planning import Column
-from softload.unit_copies import AnyCopy, Meanwhile, UnitCopies, nothing
+from softload.unit_copies import AnyCopy, UnitCopies
 from softload.unit_fetches import UnitFetches
 from softload.unit_pages import UnitPages
 from softload.unit_progress import UnitProgress
 
 __all__ = ["UnitLayers"]
+
+_HEAD_START = 0.02
+"""Seconds that what was read ahead has the interpreter for itself.
+
+A thread whose call is over gets the interpreter once the event loop has nothing left to do: all that is planned
+meanwhile, it waits for. No longer than that, so that a first layer that hangs costs nothing but itself.
+"""
 
 _COPIED_ALONG = 1 << 20
 """Fewer bytes are copied together with the next layers', where those have landed too."""
@@ -31,8 +38,8 @@ _CROWDED_ALONG = 4 << 20
 class LayeredUnit(Protocol):
     """The unit. All of it is called on the loop."""
 
-    async def until(self, ready: Callable[[], bool]) -> None:
-        """Wait for a condition on what has landed."""
+    async def until(self, ready: Callable[[], bool], idle: float = 0.0) -> None:
+        """Wait for a condition on what has landed; see `UnitRun.until`."""
 
     def give_up(self, status: PageStatus) -> None:
         """All of it is a miss."""
@@ -47,7 +54,7 @@ class UnitLayers:
     Args:
         context: the loader's parts.
         wants: what of the unit is good so far.
-        fetches: where its bytes land; what is left to plan of them is planned while the first ones are copied.
+        fetches: where its bytes land.
         copies: how they get into its slots.
         progress: told of every layer that is there.
         unit: waits, and is told when all is lost.
@@ -87,7 +94,8 @@ class UnitLayers:
         left = deque(layer_groups(self._context.pools.num_layers))
         while left:
             layers = left.popleft()
-            await self._unit.until(partial(self._is_here, layers))
+            idle = _HEAD_START if not layers.start and self._fetches.reads_ahead else 0.0
+            await self._unit.until(partial(self._is_here, layers), idle)
             if self._wants.pages:
                 refused = await self._copies.wait_for_engine()
                 if refused is not None:
@@ -101,11 +109,10 @@ class UnitLayers:
                 nbytes += sum(copy.nbytes for copy in more)
                 copies += more
                 layers = range(layers.start, left.popleft().stop)
-            # What was read ahead is copied before anything else was planned: the endpoints would have nothing to do.
-            here = partial(self._is_here, layers)
-            if not await self._copy(copies, layers.start, here, partial(self._fetches.plan, self._turn)):
+            if not await self._copy(copies, layers.start, partial(self._is_here, layers)):
                 self._unit.give_up(PageStatus.CANCELLED)
             self._progress.copied(layers.stop)
+            await anyio.lowlevel.cancel_shielded_checkpoint()  # who waits for these layers goes first
             if self._wants.pages and not self._wants.draft_rides:
                 await self._context.pacer.turn()
                 columns = (column for column in self._wants.columns if column.spec.layers[-1] in layers)
@@ -149,11 +156,9 @@ class UnitLayers:
             for chunk in islice(self._copies.zeros(self.restored, self.draft_restored), 1):
                 await self._copies.run_chunk(chunk)
 
-    async def _copy(
-        self, copies: Sequence[AnyCopy], layer: int, here: Callable[[], bool], meanwhile: Meanwhile = nothing
-    ) -> bool:
+    async def _copy(self, copies: Sequence[AnyCopy], layer: int, here: Callable[[], bool]) -> bool:
         """Copy; what was not proven is read, and copied from where it has landed. False where a copy has failed."""
-        is_good = await self._copies.copy(copies, layer, meanwhile)
+        is_good = await self._copies.copy(copies, layer)
         while is_good and (refuted := self._copies.take_refuted()):
             self._fetches.read_refuted(refuted, self._turn)
             await self._unit.until(here)

@@ -47,6 +47,7 @@ def test_owners_and_master_are_cut_off_and_join_again(report: Callable[..., None
     assert figures["well_s"] < 5.0
     assert figures["owner_lookup_p50_ms"] < 100
     assert figures["master_status"] == "timed_out"
+    assert figures["then_status"] == "suppressed", "half a second's silence is enough"
     assert figures["master_lookup_s"] < 5.0
     assert figures["master_breakers"] == ["master"]
     assert figures["master_open_p50_ms"] < 10

@@ -77,7 +77,7 @@ def test_packed_lies_behind_the_target_in_every_component(make_pool: Any) -> Non
 
 def test_sidecar_has_names_and_layers_of_its_own(make_pool: Any) -> None:
     targets = [make_pool(), make_pool(INDEXER, widths=(3,), layer_mapping={1: 0}, rows_are_pages=True)]
-    pools = {KV: [[torch.zeros(32, 2) for _ in range(3)]], INDEXER: [[torch.zeros(8, 20_000) for _ in range(3)]]}
+    pools = {KV: [[torch.zeros(32, 2) for _ in range(3)]], INDEXER: [[torch.zeros(8, 40_000) for _ in range(3)]]}
     attached = attach_draft(targets, DraftBuffers(pools=pools, page_size=4, mode=SIDECAR))
     assert [(pool.name, pool.index_source) for pool in attached[2:]] == [
         (PoolName.DRAFT, KV),

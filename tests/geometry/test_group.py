@@ -42,7 +42,7 @@ def sparse_group(make_pool: Any) -> DevicePoolGroup:
 
 @pytest.fixture
 def draft_group(make_pool: Any) -> DevicePoolGroup:
-    wide = 8192  # 64 KiB a page: each group of layers is an object of its own
+    wide = 16384  # 128 KiB a page: each group of layers is an object of its own
     pools = [
         make_pool(KV, widths=(wide, wide)),
         make_pool(SWA, SWA),
@@ -224,7 +224,7 @@ def test_refuses_pools(make_pool: Any, specs: list[dict[str, Any]], num_layers: 
 
 
 def test_a_sidecar_may_have_more_layers_than_the_target(make_pool: Any) -> None:
-    group = DevicePoolGroup([make_pool(KV), make_pool(DRAFT, widths=(8192,) * 5)], 2, 4)
+    group = DevicePoolGroup([make_pool(KV), make_pool(DRAFT, widths=(16384,) * 5)], 2, 4)
     assert group.num_draft_layers == 5
     assert [spec.layers for spec in group.specs(Layout.GROUPED)[DRAFT]] == [(0,), (1,), (2, 3), (4,)]
 

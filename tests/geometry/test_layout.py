@@ -30,8 +30,8 @@ def test_layer_groups_of_nothing() -> None:
         layer_groups(0)
 
 
-WIDE = 8192
-"""A page of a float16 buffer this wide has 64 KiB: each group of layers is an object of its own."""
+WIDE = 16384
+"""A page of a float16 buffer this wide has 128 KiB: each group of layers is an object of its own."""
 
 
 def outline(spec: ObjectSpec) -> tuple[str, bool, list[int], tuple[int, ...]]:
@@ -58,18 +58,18 @@ def test_grouped_objects_are_layer_major(make_pool: Any) -> None:
 @pytest.mark.parametrize(
     ("kib", "parts"),
     [
-        ((72,) * 7, {"g0": (0,), "g1": (1,), "g2": (2, 3), "g3": (4, 5, 6)}),
-        ((4,) * 8, {"g0-2": (0, 1, 2, 3), "g3": (4, 5, 6, 7)}),  # 16 KiB are enough for the first, ...
+        ((128,) * 7, {"g0": (0,), "g1": (1,), "g2": (2, 3), "g3": (4, 5, 6)}),
+        ((4,) * 8, {"g0-2": (0, 1, 2, 3), "g3": (4, 5, 6, 7)}),  # 16 KiB are enough for the first ...
         ((8,) * 9, {"g0-1": (0, 1), "g2-4": (2, 3, 4, 5, 6, 7, 8)}),
         ((1,) * 9, {"g0-4": tuple(range(9))}),
-        ((16, 32, 16, 16, 128), {"g0": (0,), "g1-2": (1, 2, 3), "g3": (4,)}),  # ... and 64 for a later one
-        ((16, 64, 4, 4), {"g0": (0,), "g1-2": (1, 2, 3)}),  # what is left is not worth an object
+        ((16, 64, 32, 32, 128), {"g0": (0,), "g1-2": (1, 2, 3), "g3": (4,)}),  # ... and 128 for a later one
+        ((16, 128, 4, 4), {"g0": (0,), "g1-2": (1, 2, 3)}),  # what is left is not worth an object
         ((16, 4), {"g0-1": (0, 1)}),
         ((1,), {"g0": (0,)}),
     ],
 )
 def test_small_groups_of_layers_are_one_object(make_pool: Any, kib: tuple[int, ...], parts: dict[str, Any]) -> None:
-    pool = make_pool(widths=[each * WIDE // 64 for each in kib])
+    pool = make_pool(widths=[each * WIDE // 128 for each in kib])
     specs = object_specs(pool, Layout.GROUPED, len(kib))
     assert {spec.part: spec.layers for spec in specs} == parts
     assert [spec.payload for spec in specs] == [sum(kib[layer] << 10 for layer in spec.layers) for spec in specs]

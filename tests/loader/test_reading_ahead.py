@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import anyio
@@ -19,7 +20,9 @@ from softload import (
     SaveStatus,
     TransferUnit,
     admission,
+    unit_copies,
 )
+from softload.copies import Copy, execute
 from softload.testing import HangingStore, RecordingStore
 
 from .doubles import LyingStore
@@ -78,6 +81,45 @@ async def test_first_layers_are_read_before_the_rest_is_known_and_copied_after()
             assert_outcome((await handle.report()).outcomes["a"], PAGES)
         pools.assert_restored(keys(PAGES), ROWS)
         assert sorted(recording.keys_of("read")) == sorted(set(recording.keys_of("read"))), "read twice"
+        await settle(loader)
+
+
+async def test_nothing_else_is_read_until_the_first_layers_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    pools = make_pools(pages=2 * PAGES)
+    recording = RecordingStore(store())
+    may_copy = threading.Event()
+
+    def held(copies: Sequence[Copy]) -> None:
+        assert may_copy.wait(10)
+        execute(copies)
+
+    async with opened(recording, pools) as loader:
+        await put(loader, pools, keys(PAGES))
+        recording.clear()
+        monkeypatch.setattr(unit_copies, "execute", held)
+        async with loader.load([pools.unit("a", keys(PAGES), ROWS)]) as handle:
+            await handle.admitted()
+            await eventually(lambda: loader.statistics().bytes_loaded > 0)
+            await anyio.wait_all_tasks_blocked()
+            assert len(recording.keys_of("read")) == PAGES
+            may_copy.set()
+            assert_outcome((await handle.report()).outcomes["a"], PAGES)
+        pools.assert_restored(keys(PAGES), ROWS)
+        await settle(loader)
+
+
+async def test_first_layers_that_do_not_come_keep_the_others_from_nothing() -> None:
+    pools = make_pools(pages=2 * PAGES)
+    hanging = HangingStore(store())
+    async with opened(hanging, pools, stuck_threads=4) as loader:
+        await put(loader, pools, keys(PAGES))
+        hanging.hold("read", lambda object_keys: object_keys[0].endswith(".g0"))
+        async with loader.load([pools.unit("a", keys(PAGES), ROWS)]) as handle:
+            await arrived(hanging, "read")
+            await eventually(lambda: loader.statistics().bytes_loaded > 0)
+            hanging.release()
+            assert_outcome((await handle.report()).outcomes["a"], PAGES)
+        pools.assert_restored(keys(PAGES), ROWS)
         await settle(loader)
 
 

@@ -34,6 +34,16 @@ def test_no_such_replica(replicas: list[Any]) -> None:
     assert descriptor(replicas) is PageStatus.NO_MEMORY_REPLICA
 
 
+def test_of_many_one_that_is_not_in_memory_costs_its_own_key() -> None:
+    def on_disk() -> Any:
+        raise RuntimeError("no descriptor of memory")
+
+    gone = replica(in_memory=False)
+    gone.get_memory_descriptor = on_disk
+    found = descriptors([[replica()], [gone], [replica(size=9)]])
+    assert found == [Descriptor(8, "a:1", 64), PageStatus.NO_MEMORY_REPLICA, Descriptor(9, "a:1", 64)]
+
+
 @pytest.mark.parametrize(
     "replicas",
     [None, 7, [object()], [replica(size=None)], [replica(size="many")]],

@@ -17,9 +17,9 @@ TAIL_BYTES = 32
 """Bytes of the tail that ends every object of `Layout.GROUPED`: format, length and digests."""
 
 _FIRST_BYTES = 16 << 10
-_LATER_BYTES = 64 << 10
+_LATER_BYTES = 128 << 10
 """A pool's first object of a page in `Layout.GROUPED`, and each later one, takes in groups of layers until it has these
-bytes: an object costs as much as reading some 30 KiB, so that smaller ones bring nothing earlier."""
+bytes. An object costs what reading 60 KiB from its owner costs, so that smaller ones bring nothing earlier."""
 
 
 @dataclass(frozen=True, slots=True)
