@@ -56,6 +56,8 @@ class _Handle:
             ValueError: slots that another unit holds. Nothing has been touched then, and it may be entered later.
             LoaderClosedError: the loader has been closed.
         """
+        if not self._is_entered:
+            await self._context.pacer.turn()  # many that start at once hold nobody up
         if self._is_entered:
             raise RuntimeError(f"expected to be entered once, got {self!r}: make another from the loader")
         self._context.check_open()
