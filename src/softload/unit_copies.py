@@ -108,9 +108,7 @@ class UnitCopies:
     def take_refuted(self) -> list[Refuted]:
         """What was not proven by the copies since the last time: its slots hold anybody's bytes."""
         refuted, self._refuted = self._refuted, []
-        refuted.sort(
-            key=lambda each: each.page
-        )  # lanes end as they like; the first pages are worth most
+        refuted.sort(key=lambda each: each.page)  # lanes end as they like; the first pages are worth most
         return refuted
 
     async def _run_all(
