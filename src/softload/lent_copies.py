@@ -42,6 +42,7 @@ class LentCopy:
         segment: where they are.
         first: the first one's page.
         until: when their lease has run out.
+        width: bytes of each that are copied.
     """
 
     column: Column
@@ -49,15 +50,17 @@ class LentCopy:
     segment: Segment
     first: int
     until: float
+    width: int
 
     @property
     def nbytes(self) -> int:
         """Bytes that it copies."""
-        return self.segment.count * sum(fragment.nbytes for fragment in self.fragments)
+        return self.segment.count * self.width
 
     def piece(self, first: int, count: int) -> LentCopy:
         """Some of the objects."""
-        return LentCopy(self.column, self.fragments, self.segment.piece(first, count), self.first + first, self.until)
+        piece = self.segment.piece(first, count)
+        return LentCopy(self.column, self.fragments, piece, self.first + first, self.until, self.width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +76,9 @@ def lent_copies(
     column: Column, fragments: Sequence[Fragment], segments: Sequence[Segment], pages: range, until: float
 ) -> Iterator[LentCopy]:
     """Copies of lent objects, for every page of `pages` in this order, until their lease has run out."""
+    width = sum(fragment.nbytes for fragment in fragments)
     for first, run in runs(segments) if fragments else ():
-        yield LentCopy(column, fragments, run, pages.start + first, until)
+        yield LentCopy(column, fragments, run, pages.start + first, until, width)
 
 
 def lent_batches(copies: Sequence[LentCopy], max_bytes: int) -> Iterator[list[LentCopy]]:
@@ -92,7 +96,7 @@ def lent_batches(copies: Sequence[LentCopy], max_bytes: int) -> Iterator[list[Le
     batch: list[LentCopy] = []
     room = most
     for copy in copies:
-        width, left = copy.nbytes // copy.segment.count, copy
+        width, left = copy.width, copy
         if batch and left.column is not batch[0].column:
             yield batch
             batch, room = [], most
@@ -117,7 +121,7 @@ def copy_lent(calls: StoreCalls, copies: Sequence[LentCopy], *, integrity: Integ
         integrity: how the objects are proven.
         clock: what leases are measured with.
     """
-    pages = [page for copy in copies for page in range(copy.first, copy.first + copy.segment.count)]
+    pages = [(copy, page) for copy in copies for page in range(copy.first, copy.first + copy.segment.count)]
     until = min(copy.until for copy in copies)
     whole = [False] * len(pages)
     with calls.hold() as allowed:
@@ -125,13 +129,12 @@ def copy_lent(calls: StoreCalls, copies: Sequence[LentCopy], *, integrity: Integ
             for copy in copies:
                 execute(_parts(copy))
             column, blocks = copies[0].column, [objects_of(copy.segment) for copy in copies]
-            found = check_blocks([column.keys[page] for page in pages], blocks, integrity, needs_digest=True)
+            found = check_blocks([column.keys[page] for _, page in pages], blocks, integrity, needs_digest=True)
             if clock() < until:
                 whole = found
+    # Copies of one object for several groups of its layers may be in one call: each has fragments of its own.
     return [
-        Refuted(copies[0].column, copies[0].fragments, page)
-        for page, good in zip(pages, whole, strict=True)
-        if not good
+        Refuted(copy.column, copy.fragments, page) for (copy, page), good in zip(pages, whole, strict=True) if not good
     ]
 
 
