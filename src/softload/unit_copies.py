@@ -98,8 +98,9 @@ class UnitCopies:
         if not await self._run_all([*direct, *parts], float(layer), refuted, direct=len(direct)):
             return False
         if lent:
-            nbytes = sum(copy.segment.nbytes * copy.segment.count for copy in lent)
-            nbytes -= sum(each.column.spec.size for each in refuted)
+            # Of an object that is copied in several steps with the last of them.
+            nbytes = sum(copy.segment.nbytes * copy.segment.count for copy in lent if copy.is_last)
+            nbytes -= sum(each.column.spec.size for each in refuted if each.is_last)
             context.counters.bytes_loaded += nbytes
             context.counters.bytes_direct += nbytes
             self._refuted += refuted
@@ -108,9 +109,7 @@ class UnitCopies:
     def take_refuted(self) -> list[Refuted]:
         """What was not proven by the copies since the last time: its slots hold anybody's bytes."""
         refuted, self._refuted = self._refuted, []
-        refuted.sort(
-            key=lambda each: each.page
-        )  # lanes end as they like; the first pages are worth most
+        refuted.sort(key=lambda each: each.page)  # lanes end as they like; the first pages are worth most
         return refuted
 
     async def _run_all(
@@ -143,7 +142,8 @@ class UnitCopies:
 
         calls = [NativeCall(part, back, priority=priority) for part in parts]
         for call in calls[:direct]:
-            call.label = DIRECT
+            call.label = call.kind = DIRECT
+            call.alone = True  # one of them has all of the memory's rate; two would wait for one another's interpreter
         try:
             for call in calls:
                 running.add(call)

@@ -73,7 +73,7 @@ class UnitLoans:
                 ]
             else:
                 places = list(map(known.get, keys))
-            for first, segment in lender.runs(places, column.spec.size):
+            for first, segment in lender.runs(places, column.spec.size, len(column.spec.fragments)):
                 end = first + segment.count
                 fetch = Fetch(keys[first:end], segment, places[first:end], size=segment.nbytes, tailed=True)  # type: ignore[arg-type]  # descriptors, all
                 fetch.parts[0].state = PartState.LANDED
