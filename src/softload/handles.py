@@ -56,6 +56,8 @@ class _Handle:
             ValueError: slots that another unit holds. Nothing has been touched then, and it may be entered later.
             LoaderClosedError: the loader has been closed.
         """
+        if not self._is_entered:
+            await self._context.pacer.turn()  # many that start at once hold nobody up
         if self._is_entered:
             raise RuntimeError(f"expected to be entered once, got {self!r}: make another from the loader")
         self._context.check_open()
@@ -64,10 +66,10 @@ class _Handle:
         self._is_entered = True
         self._entered_at = anyio.current_time()
         self._context.counters.loads += 1
+        self._context.spawn(self._admit)  # first: the question is out while the units begin
         for run in self._runs:
             self._context.active.add(run)
             self._context.spawn(run.run)
-        self._context.spawn(self._admit)
         return self
 
     async def __aexit__(

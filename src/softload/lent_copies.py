@@ -37,6 +37,7 @@ class LentCopy:
         segment: where they are.
         first: the first one's page.
         until: when their lease has run out.
+        width: bytes of each that are copied.
     """
 
     column: Column
@@ -44,25 +45,22 @@ class LentCopy:
     segment: Segment
     first: int
     until: float
+    width: int
 
     @property
     def nbytes(self) -> int:
         """Bytes that it copies."""
-        return self.segment.count * sum(fragment.nbytes for fragment in self.fragments)
+        return self.segment.count * self.width
 
     @property
     def pages(self) -> range:
         """The objects' pages."""
         return range(self.first, self.first + self.segment.count)
 
-    @property
-    def is_last(self) -> bool:
-        """Whether the objects' last bytes are among these."""
-        return self.fragments[-1] is self.column.spec.fragments[-1]
-
     def piece(self, first: int, count: int) -> LentCopy:
         """Some of the objects."""
-        return LentCopy(self.column, self.fragments, self.segment.piece(first, count), self.first + first, self.until)
+        piece = self.segment.piece(first, count)
+        return LentCopy(self.column, self.fragments, piece, self.first + first, self.until, self.width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +71,14 @@ class Refuted:
     fragments: Sequence[Fragment]
     page: int
 
-    @property
-    def is_last(self) -> bool:
-        """Whether the object's last bytes are among these."""
-        return self.fragments[-1] is self.column.spec.fragments[-1]
-
 
 def lent_copies(
     column: Column, fragments: Sequence[Fragment], segments: Sequence[Segment], pages: range, until: float
 ) -> Iterator[LentCopy]:
     """Copies of lent objects, for every page of `pages` in this order, until their lease has run out."""
+    width = sum(fragment.nbytes for fragment in fragments)
     for first, run in runs(segments) if fragments else ():
-        yield LentCopy(column, fragments, run, pages.start + first, until)
+        yield LentCopy(column, fragments, run, pages.start + first, until, width)
 
 
 def lent_batches(copies: Sequence[LentCopy], max_bytes: int) -> Iterator[list[LentCopy]]:
@@ -97,7 +91,7 @@ def lent_batches(copies: Sequence[LentCopy], max_bytes: int) -> Iterator[list[Le
     batch: list[LentCopy] = []
     room = max_bytes
     for copy in copies:
-        width, left = copy.nbytes // copy.segment.count, copy
+        width, left = copy.width, copy
         while left.nbytes > room and (some := max(room // width, 0 if batch else 1)) < left.segment.count:
             if some:
                 batch.append(left.piece(0, some))

@@ -34,6 +34,7 @@ from softload.reading import Reader
 from softload.request_log import RequestLog, tell
 from softload.saving import Saver
 from softload.sessions import SessionTable
+from softload.shared_lanes import SharedLanes
 from softload.slots import SlotTable
 from softload.snapshots import snapshot
 from softload.telemetry import Counters, Statistics
@@ -329,7 +330,7 @@ class PageLoader(AsyncContextManagerMixin):
             counters=counters,
             consensus=self._consensus,
             control=CallGroup("control", width=config.control_lanes, max_stuck=config.stuck_threads),
-            compute=CallGroup("compute", width=2, max_stuck=0),
+            compute=CallGroup("compute", width=2, max_stuck=0, shared=SharedLanes.of_loop()),
             fences=CallGroup("fence", width=config.stuck_threads + 1, max_stuck=config.stuck_threads),
             writes=CallGroup("write", width=config.write_lanes, max_stuck=config.stuck_threads),
             spawn=spawn,

@@ -14,7 +14,6 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -23,8 +22,10 @@ import structlog
 
 from softload import events
 from softload.call_queue import CallQueue
+from softload.call_records import CallGroupStatistics, CallSpan
 from softload.callbacks import callback_context, tell_loop
 from softload.request_log import tell
+from softload.shared_lanes import SharedLanes
 
 __all__ = ["CallGroup", "CallGroupStatistics", "CallSpan", "NativeCall", "RefusedError"]
 
@@ -41,27 +42,6 @@ _STUCK_AGAIN_SECONDS = 30.0
 
 class RefusedError(Exception):
     """The group takes no more calls: it is closed, or as many threads are stuck as it may have."""
-
-
-@dataclass(frozen=True, slots=True)
-class CallSpan:
-    """One blocking call that has returned, as a trace shows it.
-
-    Args:
-        group: the calls that it shares lanes with.
-        lane: which of them it took, from 0; those that stand in for stuck ones come last.
-        label: what it did; empty where the group says enough.
-        started: when a thread got it, `time.monotonic`.
-        ended: when it returned.
-        abandoned: whether nobody waited for it any more.
-    """
-
-    group: str
-    lane: int
-    label: str
-    started: float
-    ended: float
-    abandoned: bool
 
 
 class NativeCall(Generic[T]):
@@ -176,18 +156,6 @@ class NativeCall(Generic[T]):
             self.group.lend_lane(self)
 
 
-@dataclass(frozen=True, slots=True)
-class CallGroupStatistics:
-    """A snapshot: threads alive, calls running (stuck ones included), stuck, and queued; the totals of all calls."""
-
-    threads: int
-    running: int
-    stuck: int
-    queued: int
-    calls: int
-    refused: int
-
-
 class CallGroup:
     """A bounded number of lanes for blocking calls, lowest priority value first.
 
@@ -197,14 +165,24 @@ class CallGroup:
         max_stuck: stuck calls that are replaced, and with them lanes that are lent; with more stuck calls, submitting
             is refused.
         at_a_time: calls of one kind that run at a time, late ones not counted; as many as there are lanes by default.
+        shared: lanes that it shares with other groups, within its own width.
     """
 
-    def __init__(self, name: str, *, width: int, max_stuck: int, at_a_time: int | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        width: int,
+        max_stuck: int,
+        at_a_time: int | None = None,
+        shared: SharedLanes | None = None,
+    ) -> None:
         self.name = name
         self.width = width
         self.max_stuck = max_stuck
         self.on_span: Callable[[CallSpan], object] | None = None
         """Told of every call that has returned, on the loop; for traces."""
+        self._shared = shared
         self._lanes: set[int] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._queue: CallQueue[NativeCall[Any]] = CallQueue(width=width, at_a_time=at_a_time or width)
@@ -243,7 +221,7 @@ class CallGroup:
         self._loop = asyncio.get_running_loop()
         call.group = self
         self._queue.push(call)
-        self._dispatch()
+        self.dispatch()
 
     async def run(self, function: Callable[[], T], *, priority: float = 0.0) -> T:
         """Run a call and wait for it; a cancelled wait withdraws or abandons it.
@@ -269,7 +247,7 @@ class CallGroup:
         self._stuck.add(call)
         # Not at once: who gives up one call is about to give up others, and those that are queued must not start first.
         assert self._loop is not None
-        self._loop.call_soon(self._dispatch, context=callback_context())
+        self._loop.call_soon(self.dispatch, context=callback_context())
         if self._alarm is None:
             self._alarm = self._loop.call_later(_STUCK_SECONDS, self._warn, context=callback_context())
 
@@ -278,12 +256,12 @@ class CallGroup:
         self._lent.add(call)
         self._queue.step_aside(call)
         assert self._loop is not None
-        self._loop.call_soon(self._dispatch, context=callback_context())
+        self._loop.call_soon(self.dispatch, context=callback_context())
 
     def step_aside(self, call: NativeCall[Any]) -> None:
         """A running call keeps others of its kind waiting no more."""
         self._queue.step_aside(call)
-        self._dispatch()
+        self.dispatch()
 
     def close(self) -> None:
         """Refuse new calls and queued ones, and end idle threads; running calls end theirs when they return."""
@@ -304,8 +282,11 @@ class CallGroup:
             self._threads, self._running, len(self._stuck), len(self._queue), self._calls, self._refused
         )
 
-    def _dispatch(self) -> None:
+    def dispatch(self) -> None:
+        """Start what waits, as far as there are lanes."""
         while self._running - len(self._stuck) - self._lanes_lent < self.width:
+            if self._shared is not None and len(self._queue) and not self._shared.has_room(self):
+                return
             call = self._queue.pop()
             if call is None:
                 return
@@ -314,6 +295,8 @@ class CallGroup:
             inbox = self._idle.pop() if self._idle else self._start_thread()
             self._running += 1
             self._queue.started(call)
+            if self._shared is not None:
+                self._shared.entered()
             self._calls += 1
             if self.on_span is not None:
                 call.lane = next(lane for lane in itertools.count() if lane not in self._lanes)
@@ -328,6 +311,8 @@ class CallGroup:
     def _leave_lane(self, call: NativeCall[Any]) -> None:
         self._lent.discard(call)
         self._queue.left(call)
+        if self._shared is not None:
+            self._shared.left()
 
     def _warn(self) -> None:
         """Say that calls do not come back; most that are abandoned do, a moment later."""
@@ -360,20 +345,20 @@ class CallGroup:
         if self.on_span is not None and call.started_at is not None:
             self._lanes.discard(call.lane)
             self.on_span(CallSpan(self.name, call.lane, call.label, call.started_at, call.ended_at, call.abandoned))
-        if call.abandoned:
-            self._stuck.discard(call)
-        else:
-            self._leave_lane(call)
         # Threads that stood in for stuck ones are surplus now.
         if self._closed or len(self._idle) >= self.width:
             inbox.put(None)
             self._threads -= 1
         else:
             self._idle.append(inbox)
+        if call.abandoned:
+            self._stuck.discard(call)
+        else:
+            self._leave_lane(call)
         try:
             call.complete()
         finally:
-            self._dispatch()
+            self.dispatch()
 
 
 def _gone() -> Any:

@@ -44,7 +44,8 @@ class Pacer:
         """Return at once where this turn has time left, else when there is some. Nothing has to be given back."""
         if not self._is_taken:
             self._begin()
-        elif self._waiting or self._is_over():
+        elif self._is_over():
+            # Not behind those that wait, where there is time: who has just had some had better get on with it.
             mine = asyncio.Event()
             self._waiting.append(mine)
             await mine.wait()

@@ -45,6 +45,7 @@ class StoreCalls:
 
     def __init__(self, store: PageStore) -> None:
         self.store = store
+        self._lending = store if isinstance(store, LendingStore) else None  # looked up once: it takes long
         self._quiet_until: dict[str, float] = {}
 
     def register(self, pointer: int, nbytes: int) -> bool:
@@ -123,20 +124,20 @@ class StoreCalls:
     @property
     def may_lend(self) -> bool:
         """Whether the store has what it takes to lend memory."""
-        return isinstance(self.store, LendingStore)
+        return self._lending is not None
 
     def lend(self, key: str, descriptor: Descriptor) -> range | None:
         """Addresses of this process at which objects of an endpoint lie, that object's among them."""
-        if not isinstance(self.store, LendingStore):
+        if self._lending is None:
             return None
         try:
-            lent: object = self.store.lend(key, descriptor)
+            lent: object = self._lending.lend(key, descriptor)
             if lent is None:
                 return None
             first, last = descriptor.address, descriptor.address + descriptor.size - 1
             if type(lent) is range and lent.step == 1 and lent.start > 0 and first in lent and last in lent:
                 return lent
-            self._warn(self.store.lend, expected=f"a range around {first} to {last}", got=_SHORT.repr(lent)[:80])
+            self._warn(self._lending.lend, expected=f"a range around {first} to {last}", got=_SHORT.repr(lent)[:80])
         except BaseException:  # see the module; also what an answer raises that is looked at
             self._raised("lend")
         return None
@@ -146,8 +147,8 @@ class StoreCalls:
         """Around looking into lent memory: whether that may be done."""
         held, allowed = None, False
         try:
-            if isinstance(self.store, LendingStore):
-                held = self.store.hold()
+            if self._lending is not None:
+                held = self._lending.hold()
                 allowed = held.__enter__() is True
         except BaseException:  # see the module
             self._raised("hold")

@@ -31,6 +31,9 @@ __all__ = ["AnyCopy", "UnitCopies"]
 _log = structlog.get_logger(__name__)
 
 
+_TOGETHER_BYTES = 2 << 20
+"""Fewer bytes are copied by one call: two lanes for them would take longer to start than to copy."""
+
 AnyCopy = Copy | LentCopy
 """Of bytes that have landed, or from where the store has them."""
 
@@ -95,12 +98,15 @@ class UnitCopies:
         parts = [partial(execute, part) for part in chunks(landed, most)]  # type: ignore[arg-type]  # no lent ones
         direct = [partial(prove, part) for part in lent_batches(lent, most)]
         refuted: list[Refuted] = []
-        if not await self._run_all([*direct, *parts], float(layer), refuted, direct=len(direct)):
+        calls: list[Chunk] = [*direct, *parts]
+        if len(calls) > 1 and sum(copy.nbytes for copy in copies) <= min(most, _TOGETHER_BYTES):
+            calls = [partial(_all_of, calls)]
+        if not await self._run_all(calls, float(layer), refuted, direct=len(direct)):
             return False
         if lent:
-            # Of an object that is copied in several steps with the last of them.
-            nbytes = sum(copy.segment.nbytes * copy.segment.count for copy in lent if copy.is_last)
-            nbytes -= sum(each.column.spec.size for each in refuted if each.is_last)
+            # Of an object that holds several groups of layers, with the first of them.
+            nbytes = sum(copy.segment.nbytes * copy.segment.count for copy in lent if not copy.fragments[0].offset)
+            nbytes -= sum(each.column.spec.size for each in refuted if not each.fragments[0].offset)
             context.counters.bytes_loaded += nbytes
             context.counters.bytes_direct += nbytes
             self._refuted += refuted
@@ -273,6 +279,11 @@ class UnitCopies:
                 found += copies_in(column, fragments, segments, span)
             first = span.stop
         return found
+
+
+def _all_of(chunks: Sequence[Chunk]) -> list[Refuted]:
+    """One after another, on one thread."""
+    return [refuted for chunk in chunks for refuted in chunk() or ()]
 
 
 def _draft_fragments(column: Column) -> Sequence[Fragment]:

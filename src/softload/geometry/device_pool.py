@@ -221,13 +221,16 @@ class DevicePool:
         Raises:
             RuntimeError: a buffer has moved, or the engine has others now: the pool must be made again.
         """
+        of_engine = [buffer for component in read_components(self._source) for buffer in component]
+        now = tuple(map(torch.Tensor.data_ptr, of_engine))
+        if now == self._pointers == tuple(map(torch.Tensor.data_ptr, self.buffers)):
+            return
         for index, (buffer, pointer) in enumerate(zip(self.buffers, self._pointers, strict=True)):
             if buffer.data_ptr() != pointer:
                 raise RuntimeError(
                     f"pool {self.name}: buffer {index} has moved: expected address {pointer:#x}, "
                     f"got {buffer.data_ptr():#x}; make the pool again"
                 )
-        now = [buffer.data_ptr() for component in read_components(self._source) for buffer in component]
         if len(now) != len(self._pointers):
             raise RuntimeError(
                 f"pool {self.name}: the engine's pool was rebuilt: expected {len(self._pointers)} buffers, "
