@@ -109,6 +109,7 @@ class UnitCopies:
             nbytes -= sum(each.column.spec.size for each in refuted if not each.fragments[0].offset)
             context.counters.bytes_loaded += nbytes
             context.counters.bytes_direct += nbytes
+            self._fetches.loans.proven(lent, refuted)
             self._refuted += refuted
         return True
 
