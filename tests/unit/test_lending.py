@@ -123,7 +123,11 @@ def test_runs_hold_every_object_once_where_it_lies(offsets: list[int]) -> None:
 def test_an_endpoint_is_asked_about_once_in_a_while() -> None:
     store, clock = Lending(), Clock()
     lender = lender_of(store, clock)
-    there = [Descriptor(SIZE, "there", 1), PageStatus.NOT_FOUND, Descriptor(SIZE, "here", store.start)]
+    there: list[Descriptor | PageStatus] = [
+        Descriptor(SIZE, "there", 1),
+        PageStatus.NOT_FOUND,
+        Descriptor(SIZE, "here", store.start),
+    ]
     for _ in range(3):
         lender.learn(["a", "b", "c"], there)
     assert store.asked == ["here", "there"]
