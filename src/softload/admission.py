@@ -164,9 +164,10 @@ def _all_readable(
 def first_columns(context: Context, wants: UnitPages) -> list[Column]:
     """What of a unit may be read ahead of its admission: the objects of the first layers; none where it is not simple.
 
-    It is where every object has the one size that it must have, and a cut takes nothing but pages from the end.
+    It is where every object has the one size that it must have, and a cut takes nothing but pages from the end. What is
+    likely to be lent is not read: one question for all of it is answered sooner than two.
     """
-    if context.config.layout is not Layout.GROUPED or not wants.columns:
+    if context.config.layout is not Layout.GROUPED or not wants.columns or context.lender.lent_all:
         return []
     if any(component.hit_policy is not HitPolicy.ALL_PAGES for component in wants.target):
         return []

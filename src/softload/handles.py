@@ -66,10 +66,10 @@ class _Handle:
         self._is_entered = True
         self._entered_at = anyio.current_time()
         self._context.counters.loads += 1
+        self._context.spawn(self._admit)  # first: the question is out while the units begin
         for run in self._runs:
             self._context.active.add(run)
             self._context.spawn(run.run)
-        self._context.spawn(self._admit)
         return self
 
     async def __aexit__(

@@ -44,6 +44,8 @@ class Lender:
         self.clock = clock
         self.lease_ttl = lease_ttl
         self.is_wanted = is_wanted and calls.may_lend
+        self.lent_all = False
+        """Whether all that the last streaming unit wanted was lent: then as a rule so is all of the next one."""
         self._lent: dict[str, Arena] = {}
         self._ask_at: dict[str, float] = {}
 

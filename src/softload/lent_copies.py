@@ -121,7 +121,7 @@ def copy_lent(calls: StoreCalls, copies: Sequence[LentCopy], *, integrity: Integ
         integrity: how the objects are proven.
         clock: what leases are measured with.
     """
-    pages = [page for copy in copies for page in range(copy.first, copy.first + copy.segment.count)]
+    pages = [(copy, page) for copy in copies for page in range(copy.first, copy.first + copy.segment.count)]
     until = min(copy.until for copy in copies)
     whole = [False] * len(pages)
     with calls.hold() as allowed:
@@ -129,13 +129,12 @@ def copy_lent(calls: StoreCalls, copies: Sequence[LentCopy], *, integrity: Integ
             for copy in copies:
                 execute(_parts(copy))
             column, blocks = copies[0].column, [objects_of(copy.segment) for copy in copies]
-            found = check_blocks([column.keys[page] for page in pages], blocks, integrity, needs_digest=True)
+            found = check_blocks([column.keys[page] for _, page in pages], blocks, integrity, needs_digest=True)
             if clock() < until:
                 whole = found
+    # Copies of one object for several groups of its layers may be in one call: each has fragments of its own.
     return [
-        Refuted(copies[0].column, copies[0].fragments, page)
-        for page, good in zip(pages, whole, strict=True)
-        if not good
+        Refuted(copy.column, copy.fragments, page) for (copy, page), good in zip(pages, whole, strict=True) if not good
     ]
 
 

@@ -104,8 +104,9 @@ class UnitCopies:
         if not await self._run_all(calls, float(layer), refuted, direct=len(direct)):
             return False
         if lent:
-            nbytes = sum(copy.segment.nbytes * copy.segment.count for copy in lent)
-            nbytes -= sum(each.column.spec.size for each in refuted)
+            # Of an object that holds several groups of layers, with the first of them.
+            nbytes = sum(copy.segment.nbytes * copy.segment.count for copy in lent if not copy.fragments[0].offset)
+            nbytes -= sum(each.column.spec.size for each in refuted if not each.fragments[0].offset)
             context.counters.bytes_loaded += nbytes
             context.counters.bytes_direct += nbytes
             self._refuted += refuted

@@ -144,6 +144,8 @@ class UnitFetches:
             lacks_any = self._held.lacks_any(column, pages_of_chunk(self._pages.pages_of(column), first))
             if lacks_any and (column, first) not in self._ahead:
                 self._unplanned.append((column, first))
+        if self._share is Share.STREAMING and self._pages.pages:
+            self._context.lender.lent_all = bool(self.loans.nbytes) and not self._unplanned and not self._ahead
         if not self._unplanned:
             self._finish_planning()
 

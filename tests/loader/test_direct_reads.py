@@ -129,6 +129,25 @@ async def test_other_loads_are_read(options: dict[str, Any]) -> None:
         await settle(loader)
 
 
+async def test_the_first_layers_are_not_asked_for_apart_where_nothing_has_to_be_read() -> None:
+    pages = 40
+    pools = make_pools(pages=2 * pages)
+    elsewhere: list[str] = []
+    recording = RecordingStore(Elsewhere(lending_store(), lambda key: key.endswith(tuple(elsewhere))))
+    async with opened(recording, pools) as loader:
+        await put(loader, pools, keys(pages))
+        asked = []
+        for groups in ([], [], ["g3"], [], []):  # a load is expected to be like the one before it
+            elsewhere[:] = groups
+            recording.clear()
+            assert_outcome((await load(loader, pools.unit("a", keys(pages), range(pages))))["a"], pages)
+            asked.append([len(call.keys) for call in recording.calls if call.method == "descriptors"])
+        pools.assert_restored(keys(pages), range(pages))
+        await settle(loader)
+    apart, at_once = [pages, 3 * pages], [4 * pages]
+    assert asked == [apart, at_once, at_once, apart, at_once]
+
+
 async def test_prefetches_land_and_their_bytes_serve_later_loads() -> None:
     pools = make_pools()
     recording = RecordingStore(lending_store())

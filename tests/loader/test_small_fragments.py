@@ -22,6 +22,7 @@ from .harness import (
     settle,
     store,
 )
+from .test_direct_reads import Gate, bytes_of, put_object, small_runs  # noqa: F401
 
 pytestmark = pytest.mark.asyncio
 
@@ -95,4 +96,71 @@ async def test_a_draft_of_small_layers_is_one_object_and_its_loss_costs_the_draf
         pools.assert_restored(keys(PAGES), range(PAGES), draft=False)
         pools.assert_restored(keys(2), range(2), draft=True)
         assert pools.is_zero(2) and pools.is_zero(3)
+        await settle(loader)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["gone", "stored again elsewhere"])
+@pytest.mark.parametrize("part", ["g0", "g1-3"])
+async def test_an_object_of_several_groups_that_is_replaced_where_the_store_lends_it(part: str, again: bool) -> None:
+    """It is copied for each group of its layers, and all of them are proven, and brought anew, for themselves."""
+    pools = make_pools(pages=3 * PAGES, width=WIDTH)
+    recording = RecordingStore(memory := store(lends=True))
+    async with opened(recording, pools) as loader:
+        await put(loader, pools, keys(PAGES))
+        gate = Gate()
+        async with loader.load([pools.unit("a", keys(PAGES), range(PAGES), ready=gate)]) as handle:
+            await gate.wait()
+            name = "kv." + part
+            key, other = (next(k for k in memory._objects if is_of(page)(k) and name in k) for page in ("k2", "k0"))
+            (before,) = memory.descriptors([key])
+            data, foreign = bytes_of(memory, key).copy(), bytes_of(memory, other).copy()
+            assert memory.remove([key], force=True) == [0]
+            put_object(memory, "another", foreign)
+            assert memory.descriptors(["another"]) == [before]
+            if again:
+                put_object(memory, key, data)
+            gate.opens.set()
+            outcome = (await handle.report()).outcomes["a"]
+        restored = PAGES if again else 2
+        assert_outcome(outcome, restored, None if again else PageStatus.NOT_FOUND)
+        pools.assert_restored(keys(restored), range(restored))
+        pools.assert_rows_kept(range(PAGES))
+        assert set(recording.keys_of("read")) == {key}
+        await settle(loader)
+
+
+async def test_an_object_of_several_groups_is_read_past_the_lease_of_what_is_lent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pools = make_pools(pages=3 * PAGES, width=WIDTH)
+    recording = RecordingStore(store(lends=True, lease=5.0))
+    async with opened(recording, pools) as loader:
+        assert loader._context is not None
+        now = 1000.0
+        monkeypatch.setattr(loader._context.lender, "clock", lambda: now)
+        await put(loader, pools, keys(PAGES))
+        gate = Gate()
+        async with loader.load([pools.unit("a", keys(PAGES), range(PAGES), ready=gate)]) as handle:
+            await gate.wait()
+            now += 5.0
+            gate.opens.set()
+            assert_outcome((await handle.report()).outcomes["a"], PAGES)
+        pools.assert_restored(keys(PAGES), range(PAGES))
+        assert len(recording.keys_of("read")) == 2 * PAGES
+        assert loader.statistics().bytes_direct == 0
+        await settle(loader)
+
+
+async def test_an_object_of_several_groups_that_is_lent_counts_once() -> None:
+    pools = make_pools(pages=3 * PAGES, width=WIDTH)
+    recording = RecordingStore(memory := store(lends=True))
+    async with opened(recording, pools) as loader:
+        await put(loader, pools, keys(PAGES))
+        stored = sum(found.size for found in memory._objects.values())
+        async with loader.load([pools.unit("a", keys(PAGES), range(PAGES))]) as handle:
+            report = await handle.report()
+        assert_outcome(report.outcomes["a"], PAGES)
+        pools.assert_restored(keys(PAGES), range(PAGES))
+        assert recording.count("read") == 0
+        assert report.bytes_loaded == loader.statistics().bytes_direct == stored
         await settle(loader)

@@ -360,6 +360,24 @@ def test_a_client_without_a_segment_lends_nothing(store: MooncakeStore, native: 
     assert native.count("get_hostname") == 0
 
 
+def test_the_kernel_is_asked_once_which_ports_are_ours(
+    store: MooncakeStore, native: Native, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other ranks of this host are endpoints like this one: none of them costs a load a look at all sockets."""
+    looks: list[int] = []
+
+    def look() -> dict[int, bool]:
+        looks.append(len(looks))
+        return {7000: False}
+
+    monkeypatch.setattr("softload.stores.mooncake.listening_ports", look)
+    monkeypatch.setattr(store, "_segment", 1 << 24)
+    native.answers["get_hostname"] = "127.0.0.1:1"
+    for rank in range(8):
+        assert store.lend("a", Descriptor(100, f"127.0.0.1:{8000 + rank}", 4096)) is None
+    assert len(looks) == 1
+
+
 def test_a_dead_master_leaves_the_native_client_behind(
     store: MooncakeStore, native: Native, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from softload.protocols import Answer, Descriptor
 from softload.stores import EmbeddedMooncakeStore, MemoryStore, WrapperStore
+from softload.stores.listening import listening_ports
 from softload.stores.native_memory import copy_bytes
 from softload.stores.own_memory import own_memory
 
@@ -54,7 +55,7 @@ def segment() -> np.ndarray:
 
 def lent(store: Reading, segment: np.ndarray, port: int, *, offset: int = 4096, size: int = 1000) -> range | None:
     where = Descriptor(size, f"127.0.0.1:{port}", segment.ctypes.data + offset)
-    return own_memory(store, "key", where, name="127.0.0.1:1", nbytes=SEGMENT)
+    return own_memory(store, "key", where, name="127.0.0.1:1", ports=listening_ports(), nbytes=SEGMENT)
 
 
 def test_memory_with_the_objects_bytes_is_ours(segment: np.ndarray, port: int) -> None:
@@ -76,7 +77,7 @@ def test_other_bytes_there_are_not(segment: np.ndarray, port: int) -> None:
 def test_other_endpoints_are_not(segment: np.ndarray, port: int, endpoint: str) -> None:
     where = Descriptor(1000, endpoint.format(port=port), segment.ctypes.data + 4096)
     store = Reading(segment[4096:5096])
-    assert own_memory(store, "key", where, name="127.0.0.1:1", nbytes=SEGMENT) is None
+    assert own_memory(store, "key", where, name="127.0.0.1:1", ports=listening_ports(), nbytes=SEGMENT) is None
 
 
 @pytest.mark.parametrize("size", [1, 63])
@@ -99,7 +100,10 @@ def test_an_object_that_cannot_be_read_proves_nothing(segment: np.ndarray, port:
 @pytest.mark.parametrize("address", [0, 4096, 1 << 46, 1 << 63, 1 << 80])
 def test_addresses_where_nothing_is(segment: np.ndarray, port: int, address: int) -> None:
     where = Descriptor(1000, f"127.0.0.1:{port}", address)
-    assert own_memory(Reading(segment[:1000]), "key", where, name="127.0.0.1:1", nbytes=SEGMENT) is None
+    assert (
+        own_memory(Reading(segment[:1000]), "key", where, name="127.0.0.1:1", ports=listening_ports(), nbytes=SEGMENT)
+        is None
+    )
 
 
 def test_memory_that_nobody_writes_to_is_no_segment(port: int) -> None:
@@ -109,7 +113,10 @@ def test_memory_that_nobody_writes_to_is_no_segment(port: int) -> None:
         assert lent(Reading(data), np.frombuffer(writable, np.uint8), port, offset=0, size=4096) is not None
     code = _code_address()
     where = Descriptor(1000, f"127.0.0.1:{port}", code)
-    assert own_memory(Reading(data[:1000]), "key", where, name="127.0.0.1:1", nbytes=SEGMENT) is None
+    assert (
+        own_memory(Reading(data[:1000]), "key", where, name="127.0.0.1:1", ports=listening_ports(), nbytes=SEGMENT)
+        is None
+    )
 
 
 def _code_address() -> int:
@@ -133,4 +140,4 @@ def test_memory_of_owners_is_not_lent(owned_mooncake_store: EmbeddedMooncakeStor
     assert isinstance(found, Descriptor)
     assert store.lend("lent-owned", found) is None
     # Nor would it be with a segment of ours: it is another process that listens on that port.
-    assert own_memory(store, "lent-owned", found, name="127.0.0.1:1", nbytes=SEGMENT) is None
+    assert own_memory(store, "lent-owned", found, name="127.0.0.1:1", ports=listening_ports(), nbytes=SEGMENT) is None

@@ -19,6 +19,7 @@ from softload.stores import setup_checks
 from softload.stores.checks import check_lengths, check_positive
 from softload.stores.cluster import INSTALL_HINT
 from softload.stores.gate import CallGate
+from softload.stores.listening import listening_ports
 from softload.stores.master_contact import MasterContact
 from softload.stores.native_codes import INVALID_PARAMS, NATIVE_CODES, descriptor, descriptors, expect, translate
 from softload.stores.native_log import native_library, restore_log_level
@@ -82,6 +83,7 @@ class MooncakeStore:
         self._device = device
         self._metadata = setup_checks.check_metadata(metadata)
         self._segment = setup_checks.check_segment(segment) if segment else 0
+        self._ports: frozenset[int] | None = None
         self._local_buffer = check_positive("local_buffer", local_buffer)
         self._tenant = tenant
         self._lease_ttl = check_positive("lease", lease)
@@ -301,7 +303,11 @@ class MooncakeStore:
         if not self._segment:
             return None
         name = self._call(lambda native: native.get_hostname(), asks_master=False)
-        return own_memory(self, key, descriptor, name=name, nbytes=self._segment) if isinstance(name, str) else None
+        if not isinstance(name, str):
+            return None
+        if self._ports is None:  # once: set-up has opened them, and asking takes longer than a small load
+            self._ports = frozenset(listening_ports())
+        return own_memory(self, key, descriptor, name=name, ports=self._ports, nbytes=self._segment)
 
     def hold(self) -> AbstractContextManager[bool]:
         """A call that is out for as long as it is held: closing waits for it. See `LendingStore.hold`."""

@@ -9,13 +9,13 @@ through the store, are the ones that lie there.
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
 from softload.protocols import Descriptor, PageStore
-from softload.stores.listening import listening_ports
 
 __all__ = ["own_memory"]
 
@@ -23,7 +23,9 @@ _TELLING_BYTES: Final = 64
 """Shorter objects, and those whose bytes are all equal, may be alike by chance."""
 
 
-def own_memory(store: PageStore, key: str, descriptor: Descriptor, *, name: str, nbytes: int) -> range | None:
+def own_memory(
+    store: PageStore, key: str, descriptor: Descriptor, *, name: str, ports: Collection[int], nbytes: int
+) -> range | None:
     """The addresses of a segment of this process that an object lies in; ``None`` where it is not proven that it does.
 
     Args:
@@ -31,18 +33,14 @@ def own_memory(store: PageStore, key: str, descriptor: Descriptor, *, name: str,
         key: the object's.
         descriptor: where it is said to be.
         name: `host:port`, what the store calls this process.
+        ports: those that this process listens on, as the kernel says.
         nbytes: of the segment.
 
     Returns:
         not more than the segment and as much around it as is mapped together with it.
     """
     host, _, port = descriptor.endpoint.rpartition(":")
-    if (
-        host != name.rpartition(":")[0]
-        or not port.isascii()
-        or not port.isdigit()
-        or int(port) not in listening_ports()
-    ):
+    if host != name.rpartition(":")[0] or not (port.isascii() and port.isdigit()) or int(port) not in ports:
         return None
     first, end = descriptor.address, descriptor.address + descriptor.size
     mapped = _mapping(first)
