@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from softload.geometry import layout
+
 _figures = pytest.StashKey[list[str]]()
 
 
@@ -27,3 +29,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.section("faults: what was measured")
         for line in lines:
             terminalreporter.write_line(line)
+
+
+@pytest.fixture(autouse=True)
+def single_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pools of these tests have some bytes a layer: each group is an object of its own, as it is for large ones."""
+    monkeypatch.setattr(layout, "_FIRST_BYTES", 1)
+    monkeypatch.setattr(layout, "_LATER_BYTES", 1)
