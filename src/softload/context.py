@@ -211,7 +211,8 @@ class Context:
             if self.closing and not call.finished:
                 return [PageStatus.CANCELLED] * count
             if scope.cancelled_caught and not call.finished:
-                if call.elapsed() > _FAIR_SECONDS:
+                if call.elapsed() > _FAIR_SECONDS and not question.is_late:
+                    question.is_late = True
                     self.health.master_timed_out(call)
                 return [PageStatus.TIMED_OUT] * count
             if isinstance(call.error, RefusedError):  # the loader was closed before the call had its turn
@@ -220,9 +221,12 @@ class Context:
                 answers: list[T | PageStatus] = [PageStatus.MALFORMED] * count
             else:
                 answers = call.value[first : first + count]
-            some = PageStatus in set(map(type, answers))  # as a rule none: then nobody looks at each
-            statuses = [answer for answer in answers if isinstance(answer, PageStatus)] if some else []
-            self.health.record_master(statuses, started_at=call.started_at)
+            if not question.is_judged:
+                question.is_judged = True
+                every = call.value or answers
+                some = PageStatus in set(map(type, every))  # as a rule none: then nobody looks at each
+                statuses = [answer for answer in every if isinstance(answer, PageStatus)] if some else []
+                self.health.record_master(statuses, started_at=call.started_at)
             return answers
         except RefusedError:
             return [PageStatus.SHED] * count

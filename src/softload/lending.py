@@ -26,7 +26,9 @@ _END: Final = 1 << 62
 """No process has so many addresses, but a store may say anything."""
 
 _WORTH_BYTES: Final = 64 << 10
-"""Less side by side comes by landing memory: each run of objects is copied and checked for itself."""
+"""Of each of the parts in which objects are copied: less of them side by side comes by landing memory, which lets many
+runs be copied as one. Measured: from here on dsv4-flash is as fast as without any direct read, with a quarter slower.
+"""
 
 
 class Lender:
@@ -78,7 +80,7 @@ class Lender:
                         self._lent[endpoint] = Arena.of_others(lent)
                     break
 
-    def runs(self, places: Sequence[object], size: int) -> Iterator[tuple[int, Segment]]:
+    def runs(self, places: Sequence[object], size: int, parts: int) -> Iterator[tuple[int, Segment]]:
         """Those of these objects that can be copied from where they lie, as `(index of the first, segment)`.
 
         Neighbours at a constant distance are one segment.
@@ -86,6 +88,7 @@ class Lender:
         Args:
             places: their descriptors, of this admission; anything else for those that have none.
             size: bytes of each object.
+            parts: in which each is copied.
         """
         for endpoint, arena in list(self._lent.items()):
             addresses = _addresses(places, size, endpoint)
@@ -93,7 +96,7 @@ class Lender:
             bounds = np.flatnonzero(np.diff(inside, prepend=False, append=False)).tolist()
             for first, end in zip(bounds[::2], bounds[1::2], strict=True):
                 for start, count, stride in _strided(addresses[first:end], size):
-                    if count * size >= _WORTH_BYTES:
+                    if count * size >= parts * _WORTH_BYTES:
                         at = int(addresses[first + start]) - arena.pointer
                         yield (
                             first + start,

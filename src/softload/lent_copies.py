@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Final
 
 from softload.config import Integrity
@@ -24,12 +25,6 @@ __all__ = ["DIRECT", "LentCopy", "Refuted", "copy_lent", "lent_batches", "lent_c
 
 DIRECT: Final = "direct read"
 """Label of copies from where the store has its bytes."""
-
-_LANES: Final = 2
-"""On which copies run."""
-
-_APART_BYTES: Final = 256 << 10
-"""Less is not worth a call of its own."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,6 +52,11 @@ class LentCopy:
         """Bytes that it copies."""
         return self.segment.count * self.width
 
+    @property
+    def pages(self) -> range:
+        """The objects' pages."""
+        return range(self.first, self.first + self.segment.count)
+
     def piece(self, first: int, count: int) -> LentCopy:
         """Some of the objects."""
         piece = self.segment.piece(first, count)
@@ -82,30 +82,22 @@ def lent_copies(
 
 
 def lent_batches(copies: Sequence[LentCopy], max_bytes: int) -> Iterator[list[LentCopy]]:
-    """What is copied, and then proven, between two looks at the deadline: objects of one column.
+    """What is copied, and then proven, between two looks at the deadline.
 
     Args:
         copies: split where need be.
-        max_bytes: of a batch; a single object may be larger. Batches are about equal, so that lanes end together.
+        max_bytes: of a batch; a single object may be larger.
     """
-    total = sum(copy.nbytes for copy in copies)
-    count = -(-total // max_bytes)
-    if total >= _LANES * _APART_BYTES:
-        count = -(-count // _LANES) * _LANES
-    most = -(-total // max(1, count))
     batch: list[LentCopy] = []
-    room = most
+    room = max_bytes
     for copy in copies:
         width, left = copy.width, copy
-        if batch and left.column is not batch[0].column:
-            yield batch
-            batch, room = [], most
         while left.nbytes > room and (some := max(room // width, 0 if batch else 1)) < left.segment.count:
             if some:
                 batch.append(left.piece(0, some))
             yield batch
             left = left.piece(some, left.segment.count - some)
-            batch, room = [], most
+            batch, room = [], max_bytes
         batch.append(left)
         room -= left.nbytes
     if batch:
@@ -117,31 +109,36 @@ def copy_lent(calls: StoreCalls, copies: Sequence[LentCopy], *, integrity: Integ
 
     Args:
         calls: whose store lends.
-        copies: of one column.
+        copies: what to copy, column by column.
         integrity: how the objects are proven.
         clock: what leases are measured with.
     """
-    pages = [(copy, page) for copy in copies for page in range(copy.first, copy.first + copy.segment.count)]
     until = min(copy.until for copy in copies)
-    whole = [False] * len(pages)
+    # What a column's objects have in common is looked at once; one that is copied in several steps comes several times.
+    steps = [list(some) for _, some in groupby(copies, lambda copy: id(copy.fragments))]
+    whole = [False] * sum(copy.segment.count for copy in copies)
     with calls.hold() as allowed:
         if allowed and clock() < until:
-            for copy in copies:
-                execute(_parts(copy))
-            column, blocks = copies[0].column, [objects_of(copy.segment) for copy in copies]
-            found = check_blocks([column.keys[page] for _, page in pages], blocks, integrity, needs_digest=True)
+            execute([part for copy in copies for part in _parts(copy)])
+            found = [good for same in steps for good in _whole(same, integrity)]
             if clock() < until:
                 whole = found
-    # Copies of one object for several groups of its layers may be in one call: each has fragments of its own.
+    pages = [(copy, page) for copy in copies for page in copy.pages]
     return [
         Refuted(copy.column, copy.fragments, page) for (copy, page), good in zip(pages, whole, strict=True) if not good
     ]
 
 
+def _whole(copies: Sequence[LentCopy], integrity: Integrity) -> list[bool]:
+    """Which objects of one column are what they must be, where they lie."""
+    keys = [copy.column.keys[page] for copy in copies for page in copy.pages]
+    return check_blocks(keys, [objects_of(copy.segment) for copy in copies], integrity, needs_digest=True)
+
+
 def _parts(copy: LentCopy) -> list[Copy]:
     column, segment = copy.column, copy.segment
     assert column.rows is not None
-    rows, objects = column.rows[copy.first : copy.first + segment.count], objects_of(segment)
+    rows, objects = column.rows[copy.pages.start : copy.pages.stop], objects_of(segment)
     return [
         Copy(column.pool.page_views[part.buffer], rows, objects[:, part.offset : part.offset + part.nbytes])
         for part in copy.fragments

@@ -267,15 +267,16 @@ class UnitRun:
     # -- what its layers ask of it
 
     async def until(self, ready: Callable[[], bool], idle: float = 0.0) -> None:
-        """Wait for a condition on what has landed; meanwhile, after `idle` seconds, plan what is left to plan.
+        """Wait for a condition on what has landed; meanwhile plan what is left to plan, once nothing came for `idle` s.
 
         So the first layers are copied before the reads of the last ones are planned, where they are here by then.
         """
-        if idle and not ready():
-            with anyio.move_on_after(idle):
-                while not ready():
-                    self._changed = asyncio.Event()
-                    await self._changed.wait()
+        while idle and not ready():
+            self._changed = asyncio.Event()
+            with anyio.move_on_after(idle) as scope:
+                await self._changed.wait()
+            if scope.cancelled_caught:
+                break
         while not ready():
             self._changed = asyncio.Event()
             if not await self._fetches.plan(self._turn):

@@ -30,13 +30,16 @@ class Question(Generic[T]):
         on_late: told of answers that came when nobody waited for them any more, and after how many seconds.
     """
 
-    __slots__ = ("_askers", "_on_late", "call", "returned")
+    __slots__ = ("_askers", "_on_late", "call", "is_judged", "is_late", "returned")
 
     def __init__(self, function: Callable[[], list[T | PageStatus]], on_late: OnLate) -> None:
         self.returned = asyncio.Event()
         self.call: NativeCall[list[T | PageStatus]] = NativeCall(function, self._returned)
         self._on_late = on_late
         self._askers = 0
+        self.is_judged = self.is_late = False
+        """Whether what it says of the master has been told: that it answered, and before that, that it took too long.
+        However many have asked, it is one call."""
 
     @contextmanager
     def asked(self) -> Iterator[None]:

@@ -109,6 +109,7 @@ class UnitCopies:
             nbytes -= sum(each.column.spec.size for each in refuted if not each.fragments[0].offset)
             context.counters.bytes_loaded += nbytes
             context.counters.bytes_direct += nbytes
+            self._fetches.loans.proven(lent, refuted)
             self._refuted += refuted
         return True
 
@@ -148,7 +149,8 @@ class UnitCopies:
 
         calls = [NativeCall(part, back, priority=priority) for part in parts]
         for call in calls[:direct]:
-            call.label = DIRECT
+            call.label = call.kind = DIRECT
+            call.alone = True  # one of them has all of the memory's rate; two would wait for one another's interpreter
         try:
             for call in calls:
                 running.add(call)

@@ -23,7 +23,7 @@ from softload.unit_progress import UnitProgress
 __all__ = ["UnitLayers"]
 
 _HEAD_START = 0.02
-"""Seconds that what was read ahead has the interpreter for itself.
+"""Seconds that each read of what was read ahead has the interpreter for itself.
 
 A thread whose call is over gets the interpreter once the event loop has nothing left to do: all that is planned
 meanwhile, it waits for. No longer than that, so that a first layer that hangs costs nothing but itself.

@@ -7,12 +7,12 @@ without landing memory, and good once their copies are proven. What is not prove
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from softload.context import Context
 from softload.fetches import Fetch, FetchListener, Part, PartState, Turn
 from softload.landing import Share
-from softload.lent_copies import Refuted
+from softload.lent_copies import LentCopy, Refuted
 from softload.outcomes import PageStatus
 from softload.planning import Column
 from softload.protocols import Descriptor
@@ -73,13 +73,24 @@ class UnitLoans:
                 ]
             else:
                 places = list(map(known.get, keys))
-            for first, segment in lender.runs(places, column.spec.size):
+            for first, segment in lender.runs(places, column.spec.size, len(column.spec.fragments)):
                 end = first + segment.count
                 fetch = Fetch(keys[first:end], segment, places[first:end], size=segment.nbytes, tailed=True)  # type: ignore[arg-type]  # descriptors, all
                 fetch.parts[0].state = PartState.LANDED
                 fetch.listeners.append(self._listener)
                 self._held.put(column, pages.start + first, fetch)
                 self.nbytes += segment.nbytes * segment.count
+
+    def proven(self, copies: Sequence[LentCopy], refuted: Sequence[Refuted]) -> None:
+        """These were copied, all but the refuted ones of them: their endpoint is well, if that was in doubt.
+
+        No read would find that out where all of an endpoint's objects are lent.
+        """
+        if len(refuted) < sum(copy.segment.count for copy in copies):
+            for endpoint in {copy.segment.endpoint for copy in copies}:
+                breaker = self._context.health.endpoint(endpoint)
+                if breaker.is_open:
+                    breaker.record(True)
 
     def read(self, refuted: Iterable[Refuted], turn: Turn, share: Share) -> bool:
         """Have read what was not proven, as far as there is memory now. Whether a page was marked for lack of it."""

@@ -455,6 +455,23 @@ class _Lent(LendingWrapperStore):
         return self._memory.hold()
 
 
+async def test_a_suspect_endpoint_is_well_again_without_a_read() -> None:
+    """It lets one load through to find out: that load reads nothing."""
+    pools = make_pools()
+    recording = RecordingStore(lending_store())
+    async with opened(recording, pools) as loader:
+        await put(loader, pools, keys(3))
+        assert loader._context is not None
+        breaker = loader._context.health.endpoint("memory")
+        breaker.trip()
+        assert_outcome((await load(loader, pools.unit("a", keys(3), range(3))))["a"], 0, PageStatus.SUPPRESSED)
+        loader._context.health.negative.discard(recording.keys_of("descriptors"))
+        breaker._open_until = breaker._clock()
+        assert_outcome((await load(loader, pools.unit("b", keys(3), range(3))))["b"], 3)
+        assert loader.statistics().open_breakers == ()
+        assert recording.count("read") == 0
+
+
 class Odd(LendingWrapperStore):
     """Answers something else than it should when it is asked to lend, or to hold what it lends."""
 

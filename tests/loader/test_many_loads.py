@@ -5,7 +5,7 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from softload import PageStatus, UnitOutcome
+from softload import PageStatus, UnitOutcome, health, pacing
 from softload.testing import HangingStore, RecordingStore
 
 from .doubles import LyingStore
@@ -15,6 +15,7 @@ from .harness import (  # fmt: skip
     assert_idle,
     assert_outcome,
     busy_lane,
+    end_time_of,
     eventually,
     is_of,
     keys,
@@ -158,4 +159,71 @@ async def test_all_that_hang_in_one_call_are_answered_by_their_own_deadlines() -
             assert_outcome(outcomes[f"r{number}"], 0 if number % 2 else PAGES)
             if number % 2:
                 assert missed(outcomes[f"r{number}"])[0] is PageStatus.TIMED_OUT
+        await settle(loader)
+
+
+async def test_one_question_of_many_that_fails_is_one_outcome_of_the_master(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pacing, "_TURN_SECONDS", 60.0)  # all of them in one turn of the loop, however slow
+    pools = pools_for_all()
+    lying = LyingStore(store())
+    recording = RecordingStore(lying)
+    outcomes: dict[str, UnitOutcome] = {}
+    async with opened(recording, pools, **grouped) as loader:
+        await put(loader, pools, ALL)
+        recording.clear()
+
+        async def one(number: int) -> None:
+            outcomes.update(await load(loader, pools.unit(f"r{number}", names(number), rows(number))))
+
+        lying.lie("descriptors", lambda _: True, PageStatus.STORE_UNREACHABLE, times=LOADS * OBJECTS)
+        async with anyio.create_task_group() as tasks:
+            for number in range(LOADS):
+                tasks.start_soon(one, number)
+        assert recording.count("descriptors") == 1
+        for number in range(LOADS):
+            assert_outcome(outcomes[f"r{number}"], 0, PageStatus.STORE_UNREACHABLE)
+        assert loader.statistics().open_breakers == ()
+        await settle(loader)
+
+
+async def test_one_question_of_many_that_hangs_is_one_outcome_of_the_master(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pacing, "_TURN_SECONDS", 60.0)  # all of them in one turn of the loop, however slow
+    pools = pools_for_all()
+    hanging = HangingStore(store())
+    async with opened(hanging, pools, **grouped) as loader:
+        hanging.hold("descriptors")
+        async with anyio.create_task_group() as tasks:
+            for number in range(LOADS):
+                tasks.start_soon(load, loader, pools.unit(f"r{number}", names(number), rows(number), deadline=0.2))
+        assert hanging.held("descriptors") == 1
+        assert loader.statistics().open_breakers == ()
+        hanging.release()
+        await settle(loader)
+
+
+async def test_one_read_of_many_that_hangs_is_one_outcome_of_its_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "_SILENT_SECONDS", 60.0)  # outcomes alone
+    pools = pools_for_all()
+    hanging = HangingStore(store())
+    async with opened(hanging, pools, **grouped) as loader:
+        await put(loader, pools, ALL)
+        async with anyio.create_task_group() as tasks, busy_lane(loader, pools, hanging, "read"):
+            for number in range(LOADS):
+                tasks.start_soon(load, loader, pools.unit(f"r{number}", names(number), rows(number)))
+            await eventually(lambda: loader.statistics().queued_calls > 0)
+            await eventually(lambda: loader.statistics().active_units == LOADS + 1)
+            hanging.release("read")
+            hanging.hold("read")
+            await arrived(hanging, "read")
+            assert loader._context is not None
+            fetches = loader._context.reader._table._fetches
+            calls = [part.call for fetch in fetches.values() for part in fetch.parts if part.call is not None]
+            await eventually(lambda: all(call.overdue for call in calls))
+            for number in range(LOADS):
+                end_time_of(loader, f"r{number}")
+            await eventually(lambda: loader.statistics().active_units == 0)
+            now = loader.statistics()
+            assert now.timed_out_calls < 3 <= LOADS
+            assert now.open_breakers == ()
+            hanging.release()
         await settle(loader)

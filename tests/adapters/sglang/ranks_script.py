@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from tests.adapters.sglang_pools import stand_ins
 
+from softload.geometry import layout
 from softload.outcomes import PageStatus
 from softload.protocols import Answer, PageStore
 from softload.stores import WrapperStore, open_store
@@ -45,6 +46,8 @@ def main(rank: int, ranks: int, port: int) -> None:
     dist.init_process_group(
         "gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
     )
+    # The trees' layers have some bytes: each group is an object of its own, so that a later one can fail alone.
+    layout._FIRST_BYTES = layout._LATER_BYTES = 1
     failing = rank == ranks - 1
     stages = [
         ("nothing", "mha", "hold"),
