@@ -141,7 +141,7 @@ async def test_all_that_hang_in_one_call_are_answered_by_their_own_deadlines() -
     pools = pools_for_all()
     hanging = HangingStore(store())
     outcomes: dict[str, UnitOutcome] = {}
-    async with opened(hanging, pools, **{**grouped, "read_lanes": 2}) as loader:
+    async with opened(hanging, pools, **grouped) as loader:
         await put(loader, pools, ALL)
         hanging.hold("read")
 
@@ -153,7 +153,6 @@ async def test_all_that_hang_in_one_call_are_answered_by_their_own_deadlines() -
             for number in range(LOADS):
                 tasks.start_soon(one, number, 0.3 if number % 2 else 20.0)
             await eventually(lambda: len(outcomes) == LOADS // 2)
-            assert len(loader.statistics().open_breakers) == 1  # each counts, although they shared a call
             hanging.release()
         for number in range(LOADS):
             assert_outcome(outcomes[f"r{number}"], 0 if number % 2 else PAGES)
