@@ -18,9 +18,6 @@ __all__ = ["Pacer"]
 
 _TURN_SECONDS = 0.001
 
-_CROWD = 8
-"""Who waits behind so many gets its first layers later than all of its bytes would take alone."""
-
 
 class Pacer:
     """Hands out the time of the event loop's turns, in the order in which it is asked for."""
@@ -34,11 +31,6 @@ class Pacer:
         self._too_late = 0
         """Who was woken for this turn and found no time left: the first ones of those that wait."""
         self._waiting: deque[asyncio.Event] = deque()
-
-    @property
-    def is_crowded(self) -> bool:
-        """Whether so many wait for time that each had better do more of its work at once."""
-        return len(self._waiting) >= _CROWD
 
     async def turn(self) -> None:
         """Return at once where this turn has time left, else when there is some. Nothing has to be given back."""

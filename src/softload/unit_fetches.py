@@ -29,8 +29,6 @@ _CHUNKS_AHEAD = 8
 _WORTH_PAGES = 64
 _WORTH_BYTES = 1 << 20
 """Less of a column is planned, and read, together with the next: a call of its own takes longer than its bytes."""
-_CROWDED = 4
-"""So much more where many units wait for their turn."""
 
 
 class UnitListener(FetchListener, Protocol):
@@ -187,8 +185,7 @@ class UnitFetches:
             return False
         self._turn = turn
         pages = nbytes = 0
-        more = _CROWDED if self._context.pacer.is_crowded else 1
-        while self._unplanned and pages < more * _WORTH_PAGES and nbytes < more * _WORTH_BYTES:
+        while self._unplanned and pages < _WORTH_PAGES and nbytes < _WORTH_BYTES:
             column, first = self._unplanned.popleft()
             self._unqueued += self._assign(column, first)
             planned = len(pages_of_chunk(self._pages.pages_of(column), first))

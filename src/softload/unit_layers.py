@@ -31,8 +31,6 @@ meanwhile, it waits for. No longer than that, so that a first layer that hangs c
 
 _COPIED_ALONG = 1 << 20
 """Fewer bytes are copied together with the next layers', where those have landed too."""
-_CROWDED_ALONG = 4 << 20
-"""The same where many units wait for their turn."""
 
 
 class LayeredUnit(Protocol):
@@ -103,8 +101,7 @@ class UnitLayers:
                 await self._context.pacer.turn()
             copies = self._copies_of(layers)
             nbytes = sum(copy.nbytes for copy in copies)
-            along = _CROWDED_ALONG if self._context.pacer.is_crowded else _COPIED_ALONG
-            while left and nbytes < along and self._is_here(left[0]):
+            while left and nbytes < _COPIED_ALONG and self._is_here(left[0]):
                 more = self._copies_of(left[0])
                 nbytes += sum(copy.nbytes for copy in more)
                 copies += more
