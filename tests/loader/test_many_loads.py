@@ -5,7 +5,7 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from softload import PageStatus, UnitOutcome, health, pacing
+from softload import PageStatus, UnitOutcome, pacing
 from softload.testing import HangingStore, RecordingStore
 
 from .doubles import LyingStore
@@ -15,7 +15,6 @@ from .harness import (  # fmt: skip
     assert_idle,
     assert_outcome,
     busy_lane,
-    end_time_of,
     eventually,
     is_of,
     keys,
@@ -199,32 +198,4 @@ async def test_one_question_of_many_that_hangs_is_one_outcome_of_the_master(monk
         assert hanging.held("descriptors") == 1
         assert loader.statistics().open_breakers == ()
         hanging.release()
-        await settle(loader)
-
-
-async def test_one_read_of_many_that_hangs_is_one_outcome_of_its_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "_SILENT_SECONDS", 60.0)  # outcomes alone
-    pools = pools_for_all()
-    hanging = HangingStore(store())
-    async with opened(hanging, pools, **grouped) as loader:
-        await put(loader, pools, ALL)
-        async with anyio.create_task_group() as tasks, busy_lane(loader, pools, hanging, "read"):
-            for number in range(LOADS):
-                tasks.start_soon(load, loader, pools.unit(f"r{number}", names(number), rows(number)))
-            await eventually(lambda: loader.statistics().queued_calls > 0)
-            await eventually(lambda: loader.statistics().active_units == LOADS + 1)
-            hanging.release("read")
-            hanging.hold("read")
-            await arrived(hanging, "read")
-            assert loader._context is not None
-            fetches = loader._context.reader._table._fetches
-            calls = [part.call for fetch in fetches.values() for part in fetch.parts if part.call is not None]
-            await eventually(lambda: all(call.overdue for call in calls))
-            for number in range(LOADS):
-                end_time_of(loader, f"r{number}")
-            await eventually(lambda: loader.statistics().active_units == 0)
-            now = loader.statistics()
-            assert now.timed_out_calls < 3 <= LOADS
-            assert now.open_breakers == ()
-            hanging.release()
         await settle(loader)
