@@ -24,6 +24,11 @@ pytest.importorskip("mooncake")
 SCRIPT = Path(loading_script.__file__)
 
 
+@pytest.fixture(autouse=True)
+def single_groups() -> None:
+    """Groups of layers share objects here as they do in the other process."""
+
+
 def start_script(address: str) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, str(SCRIPT), address], stdout=subprocess.PIPE, text=True)
 
