@@ -86,7 +86,8 @@ class ReadHealth:
     def time_out(self, fetch: Fetch) -> None:
         """Somebody gave a fetch up because its bytes did not come in time.
 
-        Counts once per unit, at once, and only for a call that really takes too long: our own queue counts for nothing.
+        Counts once per call and once per load, at once, and only for a call that really takes too long: our own queue
+        counts for nothing.
         """
         for part in fetch.parts:
             call = part.call
@@ -96,9 +97,9 @@ class ReadHealth:
                 if is_first:
                     call.timed_out = True
                     self._counters.timed_out_calls += 1
-                if call.endpoint not in part.suspects:
-                    part.suspects.add(call.endpoint)
-                    breaker.record(False)
+                    if call.endpoint not in part.suspects:
+                        breaker.record(False)
+                part.suspects.add(call.endpoint)
                 if breaker.is_open:
                     self._health.refuse(fetch.keys, call.endpoint, PageStatus.TIMED_OUT)
                 elif is_first and call.native is not None:
