@@ -140,7 +140,7 @@ async def test_all_that_hang_in_one_call_are_answered_by_their_own_deadlines() -
     pools = pools_for_all()
     hanging = HangingStore(store())
     outcomes: dict[str, UnitOutcome] = {}
-    async with opened(hanging, pools, **grouped) as loader:
+    async with opened(hanging, pools, **{**grouped, "read_lanes": 2}) as loader:
         await put(loader, pools, ALL)
         hanging.hold("read")
 
@@ -152,7 +152,7 @@ async def test_all_that_hang_in_one_call_are_answered_by_their_own_deadlines() -
             for number in range(LOADS):
                 tasks.start_soon(one, number, 0.3 if number % 2 else 20.0)
             await eventually(lambda: len(outcomes) == LOADS // 2)
-            # One call is one outcome; that nothing else comes from there either suspends it, half a second on.
+            # Each of them counts against the endpoint, as it would have with a call of its own.
             await eventually(lambda: len(loader.statistics().open_breakers) == 1)
             hanging.release()
         for number in range(LOADS):
