@@ -152,7 +152,7 @@ async def test_all_that_hang_in_one_call_are_answered_by_their_own_deadlines() -
             for number in range(LOADS):
                 tasks.start_soon(one, number, 0.3 if number % 2 else 20.0)
             await eventually(lambda: len(outcomes) == LOADS // 2)
-            # Each of them counts against the endpoint, as it would have with a call of its own.
+            # One call is one outcome; that nothing else comes from there either suspends it, half a second on.
             await eventually(lambda: len(loader.statistics().open_breakers) == 1)
             hanging.release()
         for number in range(LOADS):
