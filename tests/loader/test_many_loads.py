@@ -140,7 +140,7 @@ async def test_all_that_hang_in_one_call_are_answered_by_their_own_deadlines() -
     pools = pools_for_all()
     hanging = HangingStore(store())
     outcomes: dict[str, UnitOutcome] = {}
-    async with opened(hanging, pools, **grouped) as loader:
+    async with opened(hanging, pools, **{**grouped, "read_lanes": 2}) as loader:
         await put(loader, pools, ALL)
         hanging.hold("read")
 
