@@ -32,6 +32,9 @@ _log = structlog.get_logger(__name__)
 _WORD: Final = 1 << 64
 """No size and no address is as large."""
 
+_PROCESS: Final = 1 << 62
+"""No process has so many addresses."""
+
 _QUIET_SECONDS = 10.0
 """Between two messages about what one method answers or raises."""
 
@@ -135,8 +138,9 @@ class StoreCalls:
             if lent is None:
                 return None
             first, last = descriptor.address, descriptor.address + descriptor.size - 1
-            if type(lent) is range and lent.step == 1 and lent.start > 0 and first in lent and last in lent:
-                return lent
+            if type(lent) is range and lent.step == 1 and 0 < lent.start < lent.stop <= _PROCESS:
+                if first in lent and last in lent:
+                    return lent
             self._warn(self._lending.lend, expected=f"a range around {first} to {last}", got=_SHORT.repr(lent)[:80])
         except BaseException:  # see the module; also what an answer raises that is looked at
             self._raised("lend")

@@ -506,11 +506,12 @@ class Odd(LendingWrapperStore):
         (range(0),),
         (lambda lent: range(lent.start, lent.stop, 2),),
         (lambda lent: range(lent.stop, lent.stop + 1),),
+        (lambda lent: range(lent.start, 1 << 70),),
         (lambda lent: lent, "raises"),
         (lambda lent: lent, 1),
         (lambda lent: lent, False),
     ],
-    ids=["raises", "exits", "number", "pair", "empty", "steps", "beside", "hold raises", "hold odd", "hold refuses"],
+    ids="raises exits number pair empty steps beside endless hold-raises hold-odd hold-refuses".split(),
 )
 async def test_a_store_that_lends_nonsense_is_read(odd: tuple[Any, ...]) -> None:
     pools = make_pools()
