@@ -6,6 +6,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -360,9 +361,7 @@ def test_a_client_without_a_segment_lends_nothing(store: MooncakeStore, native: 
     assert native.count("get_hostname") == 0
 
 
-def test_the_kernel_is_asked_once_which_ports_are_ours(
-    store: MooncakeStore, native: Native, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_kernel_is_asked_at_set_up_which_ports_are_ours(native: Native, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other ranks of this host are endpoints like this one: none of them costs a load a look at all sockets."""
     looks: list[int] = []
 
@@ -370,12 +369,58 @@ def test_the_kernel_is_asked_once_which_ports_are_ours(
         looks.append(len(looks))
         return {7000: False}
 
-    monkeypatch.setattr("softload.stores.mooncake.listening_ports", look)
-    monkeypatch.setattr(store, "_segment", 1 << 24)
+    monkeypatch.setattr("softload.stores.listening.listening_ports", look)
     native.answers["get_hostname"] = "127.0.0.1:1"
-    for rank in range(8):
-        assert store.lend("a", Descriptor(100, f"127.0.0.1:{8000 + rank}", 4096)) is None
-    assert len(looks) == 1
+    with segment_of(native, monkeypatch) as store:
+        for rank in range(8):
+            assert store.lend("a", Descriptor(100, f"127.0.0.1:{8000 + rank}", 4096)) is None
+    assert len(looks) == 2
+
+
+@contextmanager
+def segment_of(native: Native, monkeypatch: pytest.MonkeyPatch) -> Iterator[MooncakeStore]:
+    """A client that gives memory to the store."""
+    store = MooncakeStore(master="127.0.0.1:1", segment=1 << 24)
+    monkeypatch.setattr(store, "_prepare", lambda: lambda: native)
+    for name, value in (("probe_master", "127.0.0.1"), ("is_alive", True), ("native_library", None)):
+        monkeypatch.setattr(f"softload.stores.mooncake.{name}", lambda *_, value=value: value)
+    store.open()
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+@pytest.mark.parametrize("opened", ["before", "meanwhile", "after"])
+def test_another_clients_ports_are_not_ours(opened: str, native: Native, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory goes when it is closed, whoever holds this one."""
+    ports = {22: False}
+    monkeypatch.setattr("softload.stores.listening.listening_ports", lambda: dict(ports))
+
+    def set_up(port: int) -> Callable[..., int]:
+        def listen(*_: object) -> int:
+            ports[port] = False
+            return 0
+
+        return listen
+
+    other = Native()
+    other.answers["setup"] = set_up(8000)
+
+    def both(*_: object) -> int:
+        with segment_of(other, monkeypatch) as second:
+            assert not second._ports
+        return set_up(7000)()
+
+    native.answers["setup"] = both if opened == "meanwhile" else set_up(7000)
+    if opened == "before":
+        with segment_of(other, monkeypatch) as second, segment_of(native, monkeypatch) as store:
+            assert [*store._ports, *second._ports] == [7000, 8000]
+    else:
+        with segment_of(native, monkeypatch) as store:
+            assert list(store._ports) == ([] if opened == "meanwhile" else [7000])
+            with segment_of(other, monkeypatch) as second:
+                assert not store._ports & second._ports
 
 
 def test_a_dead_master_leaves_the_native_client_behind(

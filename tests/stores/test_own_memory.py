@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from softload.protocols import Answer, Descriptor
-from softload.stores import EmbeddedMooncakeStore, MemoryStore, WrapperStore
+from softload.stores import EmbeddedMooncakeStore, MemoryStore, MooncakeStore, WrapperStore
 from softload.stores.listening import listening_ports
 from softload.stores.native_memory import copy_bytes
 from softload.stores.own_memory import own_memory
@@ -141,3 +141,30 @@ def test_memory_of_owners_is_not_lent(owned_mooncake_store: EmbeddedMooncakeStor
     assert store.lend("lent-owned", found) is None
     # Nor would it be with a segment of ours: it is another process that listens on that port.
     assert own_memory(store, "lent-owned", found, name="127.0.0.1:1", ports=listening_ports(), nbytes=SEGMENT) is None
+
+
+@pytest.mark.mooncake
+def test_another_client_of_this_process_is_somebody_else(mooncake_store: EmbeddedMooncakeStore) -> None:
+    """Its memory goes when it is closed, which nobody who holds this one's keeps from happening."""
+    second = MooncakeStore(master=mooncake_store.cluster.address, hostname="127.0.0.1", segment=64 << 20, lease=1.0)
+    second.open()
+    try:
+        data = np.random.default_rng(2).integers(0, 256, 5000, dtype=np.uint8)
+        assert second.register(data.ctypes.data, data.size)
+        lent: dict[str, list[bool]] = {}
+        for nth in range(200):
+            key = f"two-clients-{nth}"
+            assert list(second.put_start([key], [data.size])) == [0]
+            assert list(second.put_write([key], [data.ctypes.data], [data.size])) == [data.size]
+            assert list(second.put_end([key])) == [0]
+            (found,) = second.descriptors([key])
+            assert isinstance(found, Descriptor)
+            if found.endpoint not in lent:
+                lent[found.endpoint] = [each.lend(key, found) is not None for each in (mooncake_store, second)]
+            second.remove([key], force=True)
+            if len(lent) == 2:
+                break
+        second.unregister(data.ctypes.data)
+    finally:
+        second.close()
+    assert sorted(lent.values()) == [[False, True], [True, False]]

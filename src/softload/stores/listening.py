@@ -4,14 +4,50 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from pathlib import Path
 from typing import Final
 
-__all__ = ["exposed_ports", "listening_ports"]
+__all__ = ["PortWatch", "exposed_ports", "listening_ports"]
 
 _LISTENING: Final = "0A"
 _LOOPBACK: Final = ("7F", "00000000000000000000000001000000")
 """How addresses of loopback end (IPv4, whose bytes are reversed) and what they are (IPv6)."""
+
+
+class PortWatch:
+    """Tells which ports of this process one of several that start something has opened, and not another one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._begun = self._running = 0
+
+    def begin(self) -> PortsOpened:
+        """Before something is started; `PortsOpened.end` must follow."""
+        with self._lock:
+            self._begun += 1
+            self._running += 1
+            return PortsOpened(self, self._begun if self._running == 1 else None)
+
+    def _end(self, nth: int | None) -> bool:
+        """Whether it ran while nothing else did."""
+        with self._lock:
+            self._running -= 1
+            return nth == self._begun
+
+
+class PortsOpened:
+    """What is being started, from `PortWatch.begin` on."""
+
+    def __init__(self, watch: PortWatch, nth: int | None) -> None:
+        self._watch = watch
+        self._nth = nth
+        self._before = listening_ports()
+
+    def end(self) -> frozenset[int]:
+        """It has started, or failed to: the ports since; none where something else has been starting at any time."""
+        ports = frozenset(listening_ports()) - frozenset(self._before)
+        return ports if self._watch._end(self._nth) else frozenset()
 
 
 def listening_ports(pid: int | None = None) -> dict[int, bool]:

@@ -19,7 +19,7 @@ from softload.stores import setup_checks
 from softload.stores.checks import check_lengths, check_positive
 from softload.stores.cluster import INSTALL_HINT
 from softload.stores.gate import CallGate
-from softload.stores.listening import listening_ports
+from softload.stores.listening import PortWatch
 from softload.stores.master_contact import MasterContact
 from softload.stores.native_codes import INVALID_PARAMS, NATIVE_CODES, descriptor, descriptors, expect, translate
 from softload.stores.native_log import native_library, restore_log_level
@@ -40,6 +40,8 @@ _ENVIRONMENT: Final = {
 }
 
 _Ask = Callable[[Any], Any]
+
+_segments_started: Final = PortWatch()
 
 _log = structlog.get_logger("softload.stores.mooncake")
 
@@ -83,7 +85,7 @@ class MooncakeStore:
         self._device = device
         self._metadata = setup_checks.check_metadata(metadata)
         self._segment = setup_checks.check_segment(segment) if segment else 0
-        self._ports: frozenset[int] | None = None
+        self._ports: frozenset[int] = frozenset()
         self._local_buffer = check_positive("local_buffer", local_buffer)
         self._tenant = tenant
         self._lease_ttl = check_positive("lease", lease)
@@ -129,7 +131,7 @@ class MooncakeStore:
                 setup_checks.probe_rdma(self._device)
             setup_checks.probe_metadata(self._metadata)
             local_address, native = probe_master(self._master), client_type()
-            self._set_up(native, self._hostname or local_address)
+            self._start(native, self._hostname or local_address)
             restore_log_level(native_library())
             self._native = native
             leave_at_exit(self)
@@ -305,8 +307,6 @@ class MooncakeStore:
         name = self._call(lambda native: native.get_hostname(), asks_master=False)
         if not isinstance(name, str):
             return None
-        if self._ports is None:  # once: set-up has opened them, and asking takes longer than a small load
-            self._ports = frozenset(listening_ports())
         return own_memory(self, key, descriptor, name=name, ports=self._ports, nbytes=self._segment)
 
     def hold(self) -> AbstractContextManager[bool]:
@@ -327,6 +327,17 @@ class MooncakeStore:
                 "by the CUDA wheels only, without an accelerator use mooncake-transfer-engine-non-cuda"
             ) from error
         return MooncakeDistributedStore
+
+    def _start(self, native: Any, hostname: str) -> None:
+        """Set up. The ports that this opens are this client's: another one of this process may be closed any time."""
+        if not self._segment:
+            self._set_up(native, hostname)
+            return
+        opened = _segments_started.begin()
+        try:
+            self._set_up(native, hostname)
+        finally:
+            self._ports = opened.end()
 
     def _set_up(self, native: Any, hostname: str) -> None:
         memory, transport = (self._segment, self._local_buffer), (self._protocol, self._device)

@@ -1,9 +1,10 @@
-"""Which memory of this process Mooncake gives to others, proven by what lies in it.
+"""Which memory of this process a client of Mooncake gives to others, proven by what lies in it.
 
 An object's descriptor names an endpoint and an address. Whether that endpoint is this process Mooncake does not tell:
-the name that it has for itself has another port. So it is taken for this process if the host is the same, the kernel
-says that this process listens on the port, the address lies in memory of this process, and the object's bytes, read
-through the store, are the ones that lie there.
+the name that it has for itself has another port. So it is taken for this client if the host is the same, the kernel
+says that this process listens on the port since the client was set up, the address lies in memory of this process, and
+the object's bytes, read through the store, are the ones that lie there. Another client of this process is somebody
+else: its memory goes when it is closed, whoever holds this one.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def own_memory(
         key: the object's.
         descriptor: where it is said to be.
         name: `host:port`, what the store calls this process.
-        ports: those that this process listens on, as the kernel says.
+        ports: those that this process listens on for this client, as the kernel says.
         nbytes: of the segment.
 
     Returns:
