@@ -165,8 +165,8 @@ class UnitFetches:
         segments = landing.try_grant_runs(sizes_in_runs(new), self._share) if new else []
         if segments is None:
             # Who waits holds nothing, and what is here now need not be here when there is room: so room for all of it.
-            self.let_go_all(keep=True)
-            self._context.planned.add(self, self._pages.page_keys())
+            # Not for what is lent: that is held, for it takes no memory, and might not be lent once more.
+            self._let_go_landing()
             new = wanted
             segments = await landing.grant_runs(sizes_in_runs(new), self._share) or []
             self._join(wanted)
@@ -406,6 +406,13 @@ class UnitFetches:
                 self._let_go(Wanted(column, first), keep=keep)
         self._held.drop(column)
         self._context.reader.leave_all(alone, self._listener, keep=keep)
+
+    def _let_go_landing(self) -> None:
+        """Let go of all that holds landing memory."""
+        for column in self._held.columns():
+            for first, _, fetch in self._held.spans(column, range(len(column.keys))):
+                if fetch is not None and not fetch.is_lent:
+                    self._let_go(Wanted(column, first), keep=True)
 
     def _let_go(self, wanted: Wanted, *, timed_out: bool = False, keep: bool = False) -> None:
         fetch = self._held.take(*wanted)

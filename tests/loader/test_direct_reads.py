@@ -380,6 +380,34 @@ async def test_without_memory_for_what_was_not_proven_it_is_a_miss() -> None:
         await settle(loader)
 
 
+async def test_what_was_lent_before_a_wait_for_memory_is_lent_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Meanwhile another has read one of its pages: what is left of the run would not have been worth it."""
+    pools = make_pools(pages=64, width=256)
+    page, pages = 5376, 26  # as they lie in landing memory
+    monkeypatch.setattr(lending, "_WORTH_BYTES", 2 * (4 * 256 + 32))
+    async with opened(
+        Elsewhere(lending_store(), lambda key: key.endswith("g3")), pools, landing_bytes=16 * page, prefetch_ttl=0.0
+    ) as loader:
+        for key in (*keys(pages), *keys(9, "z")):
+            await put(loader, pools, [key])
+        assert (context := loader._context) is not None
+        async with loader.prefetch([pools.unit("z", keys(9, "z"))]) as hog:
+            assert (await hog.landed())["z"] == 9
+            async with loader.load([pools.unit("a", keys(pages), range(pages))]) as handle:
+                await eventually(lambda: context.landing.statistics().waiting == 1)
+                async with loader.prefetch([pools.unit("b", ("k1",))]) as other:
+                    assert (await other.landed())["b"] == 1
+                    assert context.landing.statistics().waiting == 1
+                    for run in list(context.active):
+                        if run.request_id == "z":
+                            run.end()
+                    report = await handle.report()
+        assert_outcome(report.outcomes["a"], pages)
+        pools.assert_restored(keys(pages), range(pages))
+        assert report.bytes_loaded == pages * (5 * 4 * 256 + 4 * 32) - (4 * 256 + 32)  # one object was here by then
+        await settle(loader)
+
+
 async def test_the_store_closes_before_the_copy() -> None:
     pools = make_pools()
     memory = lending_store()
