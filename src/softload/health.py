@@ -273,7 +273,7 @@ class Health:
             call: the read.
             due: seconds that it might take, several times what it should.
         """
-        if not (self._master_lost or self.master.is_open):  # reads ask the master, too: then it may be that
+        if not self._is_master_down:  # reads ask the master, too: then it may be that
             self._doubt(self.endpoint(name), call, due)
 
     def refuse(self, keys: Iterable[str], endpoint: str, status: PageStatus) -> None:
@@ -281,6 +281,10 @@ class Health:
         at_most = max(self.endpoint(endpoint).seconds_left, _COOL_DOWN[0])
         for key in keys:
             self.negative.add(key, status, at_most=at_most)
+
+    @property
+    def _is_master_down(self) -> bool:
+        return self._master_lost or self.master.is_open
 
     def _doubt(self, breaker: Breaker, call: NativeCall[Any], due: float) -> None:
         """Open the breaker, now or by the time that nothing has come from there for long enough, if nothing does."""
@@ -293,7 +297,8 @@ class Health:
         answers = breaker.answers
 
         def judge() -> None:
-            if not call.finished and breaker.answers == answers:
+            may_be_master = breaker is not self.master and self._is_master_down  # lost since
+            if not call.finished and breaker.answers == answers and not may_be_master:
                 breaker.trip()
 
         asyncio.get_running_loop().call_later(left, judge, context=callback_context())

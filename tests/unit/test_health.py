@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -309,6 +310,10 @@ def test_reads_that_hang_beside_a_lost_master_say_nothing_of_their_endpoint() ->
     health.record_master([PageStatus.STORE_UNREACHABLE])
     health.endpoint_timed_out("owner", out_for(2.0), due=0.1)
     assert not health.endpoint("owner").is_open
+    health = Health()
+    lost = partial(health.record_master, [PageStatus.STORE_UNREACHABLE])
+    asyncio.run(doubted(health, "owner", out_for(0.45), during=lost))
+    assert not health.endpoint("owner").is_open, "the master was lost before the endpoint was silent for long enough"
 
 
 def test_a_silence_that_ends_lets_a_probe_through_and_later_ones_if_they_were_long() -> None:
