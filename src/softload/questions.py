@@ -54,7 +54,7 @@ class Question(Generic[T]):
 
     def _returned(self, call: NativeCall[list[T | PageStatus]]) -> None:
         self.returned.set()
-        if call.abandoned and call.value is not None:
+        if call.abandoned and call.value:  # nothing, where it was given up before it had asked
             self._on_late(call.value, call.elapsed())
 
 

@@ -9,9 +9,9 @@ import anyio
 import pytest
 
 from softload import PageStatus
-from softload.native_calls import CallGroup, RefusedError
+from softload.native_calls import CallGroup, NativeCall, RefusedError
 from softload.protocols import Descriptor
-from softload.questions import MOST_OBJECTS, SmallQuestions
+from softload.questions import MOST_OBJECTS, Question, SmallQuestions
 
 pytestmark = pytest.mark.asyncio
 
@@ -113,3 +113,25 @@ async def test_all_who_asked_hear_that_there_is_no_thread_for_it() -> None:
         for number in range(3):
             tasks.start_soon(asker, number)
     assert refused == 3
+
+
+@pytest.mark.parametrize("answers", [[], [PageStatus.NOT_FOUND]], ids=["before it asked", "after it asked"])
+async def test_what_was_given_up_before_it_asked_says_nothing_of_the_master(answers: list[PageStatus]) -> None:
+    group = CallGroup("asked", width=1, max_stuck=1)
+    may_answer, back = threading.Event(), anyio.Event()
+    late: list[object] = []
+
+    def ask() -> list[Descriptor | PageStatus]:
+        assert may_answer.wait(30)
+        return list(answers)
+
+    question: Question[Descriptor] = Question(ask, lambda found, _seconds: late.append(found))
+    group.submit(question.call)
+    with question.asked():
+        pass
+    group.submit(NativeCall(lambda: None, lambda _: back.set(), priority=1.0))
+    may_answer.set()
+    await question.returned.wait()
+    await back.wait()
+    assert late == [answers][: len(answers)]
+    group.close()
