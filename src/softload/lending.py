@@ -22,6 +22,9 @@ _AGAIN_SECONDS: Final = 30.0
 
 _MOST_ENDPOINTS: Final = 4096
 
+_MOST_LENT: Final = 64
+"""Endpoints in memory of this process: one as a rule, and another one whenever that starts again."""
+
 _END: Final = 1 << 62
 """No process has so many addresses, but a store may say anything."""
 
@@ -78,6 +81,8 @@ class Lender:
                     lent = self._calls.lend(key, answer)
                     if lent is not None:
                         self._lent[endpoint] = Arena.of_others(lent)
+                        for oldest in list(self._lent)[:-_MOST_LENT]:
+                            self._lent.pop(oldest, None)
                     break
 
     def runs(self, places: Sequence[object], size: int, parts: int) -> Iterator[tuple[int, Segment]]:

@@ -173,3 +173,18 @@ def test_batches_hold_every_object_once_and_stay_below_their_bound(
         assert all(copy.segment.first == copy.first for copy in batch)  # type: ignore[attr-defined]
         objects = sum(copy.segment.count for copy in batch)
         assert sum(copy.nbytes for copy in batch) <= max_bytes or objects == 1
+
+
+def test_endpoints_that_are_gone_are_forgotten() -> None:
+    """Each restart of a store is another endpoint; every column of every unit is looked for at each of them."""
+
+    class Restarting(Lending):
+        def lend(self, key: str, descriptor: Descriptor) -> range | None:
+            return range(self.start, self.start + 4096)
+
+    store = Restarting()
+    lender = lender_of(store)
+    for nth in range(500):
+        lender.learn(["a"], at(store, 0, endpoint=f"here{nth}"))  # type: ignore[arg-type]  # descriptors, all
+    assert len(lender._lent) <= 64
+    assert list(lender.runs(at(store, 0, endpoint="here499"), SIZE, 1))
