@@ -66,6 +66,7 @@ class Breaker:
         self._jitter = jitter
         self._outcomes: deque[bool] = deque(maxlen=_WINDOW)
         self._open_until: float | None = None
+        self._opened_at = -math.inf
         self._cool_down = _COOL_DOWN[0]
         self._probe: Permit | None = None
         self._heard_at = -math.inf
@@ -127,7 +128,7 @@ class Breaker:
             return
         self._outcomes.append(False)
         if self._open_until is not None:
-            if self._clock() < self._open_until:
+            if self._clock() < self._open_until or (started_at is not None and started_at < self._opened_at):
                 return  # a call from before it opened: says nothing new
             self._cool_down = min(self._cool_down * 2, _COOL_DOWN[1])
         elif list(self._outcomes).count(False) < _FAILURES:
@@ -154,7 +155,8 @@ class Breaker:
         self.answers += 1
 
     def _open(self) -> None:
-        self._open_until = self._clock() + self._cool_down * (0.75 + 0.5 * self._jitter())
+        self._opened_at = self._clock()
+        self._open_until = self._opened_at + self._cool_down * (0.75 + 0.5 * self._jitter())
         seconds = round(self._open_until - self._clock(), 3)
         tell(_log.warning, events.BREAKER_OPENED, breaker=self.name, seconds=seconds)
 
@@ -257,7 +259,7 @@ class Health:
 
     def master_timed_out(self, call: NativeCall[Any]) -> None:
         """A call to the master took too long; it counts at once, not when it returns."""
-        self.record_master([PageStatus.STORE_UNREACHABLE])
+        self.record_master([PageStatus.STORE_UNREACHABLE], started_at=call.started_at)
         self._doubt(self.master, call, _MASTER_SECONDS)
 
     def master_came_late(self, answers: Sequence[object], seconds: float) -> None:

@@ -59,7 +59,7 @@ class ReadHealth:
                 breaker.came_late(call.native.elapsed())
             return
         if PageStatus.TRANSFER_FAILED in statuses or PageStatus.MALFORMED in statuses:
-            breaker.record(False)
+            breaker.record(False, started_at=call.native.started_at)
         elif PageStatus.LOADED in statuses:
             breaker.record(True, started_at=call.native.started_at)
             nbytes = sum(part.nbytes for part in call.live)
@@ -97,8 +97,8 @@ class ReadHealth:
                 if is_first:
                     call.timed_out = True
                     self._counters.timed_out_calls += 1
-                    if call.endpoint not in part.suspects:
-                        breaker.record(False)
+                    if call.endpoint not in part.suspects and call.native is not None:
+                        breaker.record(False, started_at=call.native.started_at)
                 part.suspects.add(call.endpoint)
                 if breaker.is_open:
                     self._health.refuse(fetch.keys, call.endpoint, PageStatus.TIMED_OUT)

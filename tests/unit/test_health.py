@@ -331,6 +331,28 @@ def test_a_silence_that_ends_lets_a_probe_through_and_later_ones_if_they_were_lo
     assert permit(breaker).is_probe
 
 
+def test_a_call_from_before_it_opened_puts_no_probe_off() -> None:
+    """Deadlines differ: calls that hang together are given up one after another, for as long as the longest one."""
+    clock = ManualClock()
+    breaker = Breaker("owner", clock, lambda: 0.5)
+    began = clock.now
+    clock.now += 0.6
+    breaker.trip()
+    clock.now += 1.5
+    breaker.record(False, started_at=began)
+    assert not breaker.refuses
+    probe = permit(breaker)
+    breaker.record(False, probe, started_at=clock.now)
+    clock.now += 1.5
+    assert breaker.refuses, "open for two seconds"
+    health = Health(clock=time.monotonic)
+    hangs = out_for(0.6)
+    health.master.trip()
+    health.master._open_until = time.monotonic()
+    health.master_timed_out(hangs)
+    assert not health.master.refuses
+
+
 def test_what_lies_where_nothing_answers_is_refused_for_no_longer_than_that() -> None:
     clock = ManualClock()
     health = Health(clock=clock)
