@@ -1,4 +1,4 @@
-"""Callbacks of the event loop, which run outside of any task; from its own thread and from others."""
+"""Callbacks of the event loop, which run outside of any task; and a wait that nothing cuts short."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import importlib.util
 from collections.abc import Callable
 from typing import TypeVarTuple
 
-__all__ = ["callback_context", "tell_loop"]
+import anyio
+
+__all__ = ["callback_context", "tell_loop", "wait_out"]
 
 Ts = TypeVarTuple("Ts")
 
@@ -37,3 +39,20 @@ def tell_loop(loop: asyncio.AbstractEventLoop, callback: Callable[[*Ts], object]
     except RuntimeError:
         return False
     return True
+
+
+async def wait_out(*events: asyncio.Event) -> None:
+    """Wait for all of them, whoever cancels that meanwhile: it comes after.
+
+    Also for `asyncio.Task.cancel`, as `asyncio.timeout` does, which no scope of anyio holds off.
+    """
+    cancelled: asyncio.CancelledError | None = None
+    with anyio.CancelScope(shield=True):
+        for event in events:
+            while not event.is_set():
+                try:
+                    await event.wait()
+                except asyncio.CancelledError as error:
+                    cancelled = error
+    if cancelled is not None:
+        raise cancelled
