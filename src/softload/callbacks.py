@@ -6,12 +6,12 @@ import asyncio
 import contextvars
 import importlib
 import importlib.util
-from collections.abc import Callable
-from typing import TypeVarTuple
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVarTuple
 
 import anyio
 
-__all__ = ["callback_context", "tell_loop", "wait_out"]
+__all__ = ["callback_context", "tell_loop", "to_its_end", "wait_out"]
 
 Ts = TypeVarTuple("Ts")
 
@@ -56,3 +56,13 @@ async def wait_out(*events: asyncio.Event) -> None:
                     cancelled = error
     if cancelled is not None:
         raise cancelled
+
+
+async def to_its_end(work: Coroutine[Any, Any, None]) -> None:
+    """Run it in a task of its own, which no cancellation of this one stops; see `wait_out`."""
+    task, ended = asyncio.create_task(work), asyncio.Event()
+    task.add_done_callback(lambda _: ended.set())
+    try:
+        await wait_out(ended)
+    finally:
+        task.result()

@@ -11,6 +11,7 @@ import structlog
 
 from softload import events
 from softload.admission import Answers, Endpoints, ask_descriptors
+from softload.callbacks import wait_out
 from softload.context import Context
 from softload.fetches import Turn
 from softload.health import Permit
@@ -315,6 +316,4 @@ def reserve_all(context: Context, runs: Sequence[UnitRun], submitted_at: float) 
 
 async def finish(runs: Sequence[UnitRun]) -> None:
     """Wait for runs that were cancelled: at most one copy chunk each."""
-    with anyio.CancelScope(shield=True):
-        for run in runs:
-            await run.finished.wait()
+    await wait_out(*(run.finished for run in runs))
