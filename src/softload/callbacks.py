@@ -1,4 +1,4 @@
-"""Callbacks of the event loop, which run outside of any task; from its own thread and from others."""
+"""Callbacks of the event loop, which run outside of any task; and a wait that nothing cuts short."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import asyncio
 import contextvars
 import importlib
 import importlib.util
-from collections.abc import Callable
-from typing import TypeVarTuple
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVarTuple
 
-__all__ = ["callback_context", "tell_loop"]
+import anyio
+
+__all__ = ["callback_context", "tell_loop", "to_its_end", "wait_out"]
 
 Ts = TypeVarTuple("Ts")
 
@@ -37,3 +39,30 @@ def tell_loop(loop: asyncio.AbstractEventLoop, callback: Callable[[*Ts], object]
     except RuntimeError:
         return False
     return True
+
+
+async def wait_out(*events: asyncio.Event) -> None:
+    """Wait for all of them, whoever cancels that meanwhile: it comes after.
+
+    Also for `asyncio.Task.cancel`, as `asyncio.timeout` does, which no scope of anyio holds off.
+    """
+    cancelled: asyncio.CancelledError | None = None
+    with anyio.CancelScope(shield=True):
+        for event in events:
+            while not event.is_set():
+                try:
+                    await event.wait()
+                except asyncio.CancelledError as error:
+                    cancelled = error
+    if cancelled is not None:
+        raise cancelled
+
+
+async def to_its_end(work: Coroutine[Any, Any, None]) -> None:
+    """Run it in a task of its own, which no cancellation of this one stops; see `wait_out`."""
+    task, ended = asyncio.create_task(work), asyncio.Event()
+    task.add_done_callback(lambda _: ended.set())
+    try:
+        await wait_out(ended)
+    finally:
+        task.result()

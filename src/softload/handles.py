@@ -11,6 +11,7 @@ import structlog
 
 from softload import events
 from softload.admission import Answers, Endpoints, ask_descriptors
+from softload.callbacks import wait_out
 from softload.context import Context
 from softload.fetches import Turn
 from softload.health import Permit
@@ -56,15 +57,16 @@ class _Handle:
             ValueError: slots that another unit holds. Nothing has been touched then, and it may be entered later.
             LoaderClosedError: the loader has been closed.
         """
+        submitted_at = anyio.current_time()
         if not self._is_entered:
             await self._context.pacer.turn()  # many that start at once hold nobody up
         if self._is_entered:
             raise RuntimeError(f"expected to be entered once, got {self!r}: make another from the loader")
         self._context.check_open()
         self._context.pools.check_alive()
-        reserve_all(self._context, self._runs)
+        reserve_all(self._context, self._runs, submitted_at)
         self._is_entered = True
-        self._entered_at = anyio.current_time()
+        self._entered_at = submitted_at
         self._context.counters.loads += 1
         self._context.spawn(self._admit)  # first: the question is out while the units begin
         for run in self._runs:
@@ -271,7 +273,7 @@ class Prefetch(_Handle):
         try:
             for run, source in placements:
                 run.take_over(source)
-            reserve_all(self._context, [run for run, _ in placements])
+            reserve_all(self._context, [run for run, _ in placements], anyio.current_time())
         except ValueError:
             for run, _ in placements:
                 run.abandon()
@@ -305,15 +307,13 @@ class Prefetch(_Handle):
         self._context.pools.check_alive()
 
 
-def reserve_all(context: Context, runs: Sequence[UnitRun]) -> None:
-    """Take every unit's slots, or none's."""
+def reserve_all(context: Context, runs: Sequence[UnitRun], submitted_at: float) -> None:
+    """Take every unit's slots, or none's. Deadlines run from `submitted_at`, on the event loop's clock."""
     context.slots.reserve([claim for run in runs for claim in run.claims()])
     for run in runs:
-        run.begin()
+        run.begin(submitted_at)
 
 
 async def finish(runs: Sequence[UnitRun]) -> None:
     """Wait for runs that were cancelled: at most one copy chunk each."""
-    with anyio.CancelScope(shield=True):
-        for run in runs:
-            await run.finished.wait()
+    await wait_out(*(run.finished for run in runs))

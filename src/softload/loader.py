@@ -18,6 +18,7 @@ from anyio import AsyncContextManagerMixin
 from softload import events
 from softload.admission import look_up
 from softload.arena import Arena, aligned
+from softload.callbacks import to_its_end
 from softload.config import LoaderConfig
 from softload.connection import Connection
 from softload.context import Context
@@ -245,8 +246,7 @@ class PageLoader(AsyncContextManagerMixin):
                     yield self
                 finally:
                     self._phase = _Phase.CLOSED
-                    with anyio.CancelScope(shield=True):
-                        await self._close(context)
+                    await to_its_end(self._close(context))
             except Exception as error:  # raised below as it came: the task group would wrap it
                 failure = error
             finally:

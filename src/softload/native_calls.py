@@ -17,13 +17,12 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
-import anyio
 import structlog
 
 from softload import events
 from softload.call_queue import CallQueue
 from softload.call_records import CallGroupStatistics, CallSpan
-from softload.callbacks import callback_context, tell_loop
+from softload.callbacks import callback_context, tell_loop, wait_out
 from softload.request_log import tell
 from softload.shared_lanes import SharedLanes
 
@@ -223,17 +222,17 @@ class CallGroup:
         self._queue.push(call)
         self.dispatch()
 
-    async def run(self, function: Callable[[], T], *, priority: float = 0.0) -> T:
-        """Run a call and wait for it; a cancelled wait withdraws or abandons it.
+    async def run(self, function: Callable[[], T], *, priority: float = 0.0, to_its_end: bool = False) -> T:
+        """Run a call and wait for it; a cancelled wait withdraws or abandons it, or goes on `to_its_end`.
 
         Raises:
             RefusedError: closed, or saturated with stuck calls.
         """
-        returned = anyio.Event()
+        returned = asyncio.Event()
         call = NativeCall(function, lambda _: returned.set(), priority=priority)
         self.submit(call)
         try:
-            await returned.wait()
+            await (wait_out(returned) if to_its_end else returned.wait())
         finally:
             if not call.finished and not call.withdraw():
                 call.abandon()

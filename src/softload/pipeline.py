@@ -134,11 +134,11 @@ class UnitRun:
             claims.append(SlotClaim(self.request_id, component.pool, component.rows, component.keys))
         return claims
 
-    def begin(self) -> None:
-        """Its slots are RESERVED: start its deadline."""
+    def begin(self, submitted_at: float) -> None:
+        """Its slots are RESERVED: start its deadline, as of when it was submitted."""
         self._reserved = self._mode is not Mode.PREFETCH
         seconds = self._context.config.deadline if self.unit.deadline is None else self.unit.deadline
-        self.deadline = anyio.current_time() + seconds
+        self.deadline = submitted_at + seconds
         if self._mode is not Mode.PREFETCH:  # what has landed may be held for longer
             self._scope.deadline = self.deadline
         self._fetches.loans.begin()

@@ -302,16 +302,15 @@ class Saver:
                 for key, segment in tails:
                     write_tail(key, segment.memory)
 
-        with anyio.CancelScope(shield=True):
-            try:
-                for chunk in chunks(copies, self._context.config.copy_chunk_bytes):
-                    await self._context.compute.run(partial(execute, chunk))
-                await self._context.compute.run(digest)
-            except RefusedError:
-                raise
-            except Exception as error:  # out of memory, an accelerator's fault
-                self._context.log.tell(_log.error, events.COPY_FAILED, objects=len(tails), error=repr(error))
-                raise _EngineError from error
+        try:
+            for chunk in chunks(copies, self._context.config.copy_chunk_bytes):
+                await self._context.compute.run(partial(execute, chunk), to_its_end=True)
+            await self._context.compute.run(digest, to_its_end=True)
+        except RefusedError:
+            raise
+        except Exception as error:  # out of memory, an accelerator's fault
+            self._context.log.tell(_log.error, events.COPY_FAILED, objects=len(tails), error=repr(error))
+            raise _EngineError from error
 
     async def _write(self, batch: Sequence[_Object], segments: Sequence[Segment]) -> None:
         context = self._context

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 
 import anyio
 import anyio.lowlevel
 import pytest
 
-from softload import LoaderClosedError, PageLoader, PageStatus, SaveStatus, StoreSetupError, UnitOutcome
+from softload import LoaderClosedError, PageLoader, PageStatus, SaveStatus, StoreSetupError, UnitOutcome, unit_copies
+from softload.copies import Copy, execute
+from softload.stores import WrapperStore
 from softload.testing import HangingStore, RecordingStore, ScriptedStore
 
 from .doubles import Held
@@ -382,3 +386,69 @@ async def test_memory_outlives_close_until_the_call_returns(quick_close: None) -
     )
     assert recording.count("read") > 0
     pools.assert_rows_kept()
+
+
+async def test_a_load_whose_task_is_cancelled_again_is_left_when_nothing_writes_its_slots(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As by `asyncio.timeout` in a task that ends: no scope holds such cancellations off."""
+    pools = make_pools()
+    copying, may_end = threading.Event(), threading.Event()
+
+    def held(copies: Sequence[Copy]) -> None:
+        copying.set()
+        assert may_end.wait(10)
+        execute(copies)
+
+    async with opened(store(), pools) as loader:
+        await put(loader, pools, keys(2))
+        monkeypatch.setattr(unit_copies, "execute", held)
+        task = asyncio.create_task(load(loader, pools.unit("a", keys(2), range(2))))
+        try:
+            await eventually(copying.is_set)
+            for _ in range(3):
+                task.cancel()
+                await anyio.wait_all_tasks_blocked()
+            assert not task.done(), "its slots are written yet"
+        finally:
+            may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await settle(loader)
+
+
+class Closed(WrapperStore):
+    """Knows whether it was closed."""
+
+    was_closed = False
+
+    def close(self) -> None:
+        super().close()
+        self.was_closed = True
+
+
+async def test_a_loader_whose_task_is_cancelled_while_it_closes_closes_its_store() -> None:
+    pools = make_pools()
+    closed = Closed(store())
+    hanging = HangingStore(closed)
+    left = asyncio.Event()
+
+    async def use() -> None:
+        async with PageLoader(hanging, pools.group, config=config()) as loader:
+            await put(loader, pools, keys(2))
+            hanging.hold("read")
+            async with loader.load([pools.unit("a", keys(2), range(2))]):
+                await arrived(hanging, "read")
+            left.set()  # closing waits for the call
+
+    task = asyncio.create_task(use())
+    try:
+        await left.wait()
+        for _ in range(2):
+            await anyio.wait_all_tasks_blocked()
+            task.cancel()
+    finally:
+        hanging.release()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert closed.was_closed

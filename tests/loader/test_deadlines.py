@@ -78,6 +78,32 @@ async def test_time_out_after_layers_were_given_is_late(mode: dict[str, str]) ->
         await settle(loader)
 
 
+@pytest.mark.parametrize("kind", ["load", "prefetch"])
+async def test_waiting_for_a_turn_to_start_is_a_part_of_the_deadline(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pools = make_pools()
+    async with opened(store(), pools) as loader:
+        await put(loader, pools, keys(2))
+        assert loader._context is not None
+        turn = loader._context.pacer.turn
+
+        async def late_turn() -> None:
+            monkeypatch.undo()
+            await anyio.sleep(0.2)  # others start at once, and plan before it
+            await turn()
+
+        monkeypatch.setattr(loader._context.pacer, "turn", late_turn)
+        if kind == "load":
+            outcome = (await load(loader, pools.unit("a", keys(2), range(2), deadline=0.1)))["a"]
+            assert_outcome(outcome, 0, PageStatus.TIMED_OUT)
+        else:
+            async with loader.prefetch([pools.unit("a", keys(2), deadline=0.1)]) as handle:
+                landed = await handle.landed()
+            assert landed["a"] == 0 and landed.missed["a"] is PageStatus.TIMED_OUT
+        await settle(loader)
+
+
 async def test_deadline_zero_is_a_miss_at_once() -> None:
     pools = make_pools()
     async with opened(store(), pools) as loader:

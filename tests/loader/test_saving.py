@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections import Counter
+from collections.abc import Sequence
 
 import anyio
 import pytest
 
-from softload import PageStatus, PutRefusal, SaveStatus
+from softload import PageStatus, PutRefusal, SaveStatus, saving
+from softload.copies import Copy, execute
 from softload.geometry import DraftMode
 from softload.testing import Fault, FaultKind, FaultyStore, HangingStore, RecordingStore
 
@@ -368,6 +371,38 @@ async def test_staged_is_told_once_for_each_unit_whatever_happens() -> None:
         with pytest.raises(ValueError, match="expected 8 token slots"):
             await loader.save([waiting, bad], staged=lambda unit: told.append(unit.request_id))
         assert told == ["waiting", "bad"]
+        await settle(loader)
+
+
+async def test_a_save_whose_task_is_cancelled_ends_its_copy_before_it_lets_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `asyncio.timeout` does, whose cancellations no scope holds off."""
+    pools = make_pools()
+    told: list[str] = []
+    copying, may_end = threading.Event(), threading.Event()
+
+    def held(copies: Sequence[Copy]) -> None:
+        copying.set()
+        assert may_end.wait(10)
+        execute(copies)
+
+    async with opened(store(), pools) as loader:
+        await put(loader, pools, keys(2))
+        monkeypatch.setattr(saving, "execute", held)
+        unit = pools.unit("a", keys(2, "a"), range(2))
+        task = asyncio.create_task(loader.save([unit], staged=lambda unit: told.append(unit.request_id)))
+        try:
+            await eventually(copying.is_set)
+            for _ in range(2):
+                task.cancel()
+                await anyio.wait_all_tasks_blocked()
+            assert loader.statistics().landing_bytes_in_use > 0, "it is written yet"
+            assert told == [], "the slots are read yet"
+            assert_outcome((await load(loader, pools.unit("b", keys(2), range(4, 6))))["b"], 2)
+        finally:
+            may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert told == ["a"]
         await settle(loader)
 
 
