@@ -99,12 +99,14 @@ class Connection:
         """Close the store if it was opened, waiting no longer than that, and let go of it."""
         self._ends.append("given up")
         self._memory.close()
-        if self._ends[0] == "opened":
-            with anyio.move_on_after(seconds, shield=True), suppress(RefusedError):
-                await self._lifecycle.run(self.calls.close)
-        if self._ends[0] != "given up":
-            self._release()
-        self._lifecycle.close()
+        try:
+            if self._ends[0] == "opened":
+                with anyio.move_on_after(seconds, shield=True), suppress(RefusedError):
+                    await self._lifecycle.run(self.calls.close)
+        finally:  # also where a task is cancelled in spite of the shield
+            if self._ends[0] != "given up":
+                self._release()
+            self._lifecycle.close()
 
     def groups(self) -> tuple[CallGroup, CallGroup]:
         """The threads that these calls run on."""

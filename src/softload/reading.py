@@ -204,6 +204,7 @@ class Reader:
     def close(self) -> None:
         """Take no more reads, drop queued ones, free what is kept."""
         self.group.close()
+        self._queued.clear()
         self._removals.close()
         self.reclaim(self._landing.capacity * 2)
 
