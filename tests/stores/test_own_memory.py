@@ -50,7 +50,11 @@ def port() -> Iterator[int]:
 
 @pytest.fixture
 def segment() -> np.ndarray:
-    return np.random.default_rng(1).integers(0, 256, SEGMENT, dtype=np.uint8)
+    # A mapping of its own, as a store's segment is: the heap's may be split anywhere by what was done to parts of it.
+    memory = mmap.mmap(-1, SEGMENT, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    data = np.frombuffer(memory, np.uint8)
+    data[:] = np.random.default_rng(1).integers(0, 256, SEGMENT, dtype=np.uint8)
+    return data
 
 
 def lent(store: Reading, segment: np.ndarray, port: int, *, offset: int = 4096, size: int = 1000) -> range | None:
