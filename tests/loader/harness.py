@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 import anyio.to_thread
@@ -29,6 +31,7 @@ from softload import (
     TransferUnit,
     UnitOutcome,
 )
+from softload.copies import Copy, execute
 from softload.geometry import DraftBuffers, DraftMode, mha_pool_group, mla_pool_group
 from softload.stores import MemoryStore
 from softload.testing import HangingStore
@@ -257,6 +260,19 @@ async def busy_lane(loader: PageLoader, pools: Pools, hanging: HangingStore, met
         yield
         hanging.release()
         assert_outcome((await handle.report()).outcomes["blocker"], 1)
+
+
+def hold_copies(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> tuple[threading.Event, threading.Event]:
+    """Have the copies of `unit_copies` or `saving` wait: one event says that one has begun, the other lets them run."""
+    begun, may_run = threading.Event(), threading.Event()
+
+    def held(copies: Sequence[Copy]) -> None:
+        begun.set()
+        assert may_run.wait(10)
+        execute(copies)
+
+    monkeypatch.setattr(module, "execute", held)
+    return begun, may_run
 
 
 async def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> None:

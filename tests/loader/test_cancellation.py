@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-from collections.abc import Sequence
 from contextlib import suppress
 
 import anyio
@@ -13,7 +12,6 @@ import anyio.lowlevel
 import pytest
 
 from softload import LoaderClosedError, PageLoader, PageStatus, SaveStatus, StoreSetupError, UnitOutcome, unit_copies
-from softload.copies import Copy, execute
 from softload.stores import WrapperStore
 from softload.testing import HangingStore, RecordingStore, ScriptedStore
 
@@ -27,6 +25,7 @@ from .harness import (
     config,
     end_time_of,
     eventually,
+    hold_copies,
     keys,
     load,
     make_pools,
@@ -393,16 +392,9 @@ async def test_a_load_whose_task_is_cancelled_again_is_left_when_nothing_writes_
 ) -> None:
     """As by `asyncio.timeout` in a task that ends: no scope holds such cancellations off."""
     pools = make_pools()
-    copying, may_end = threading.Event(), threading.Event()
-
-    def held(copies: Sequence[Copy]) -> None:
-        copying.set()
-        assert may_end.wait(10)
-        execute(copies)
-
     async with opened(store(), pools) as loader:
         await put(loader, pools, keys(2))
-        monkeypatch.setattr(unit_copies, "execute", held)
+        copying, may_end = hold_copies(monkeypatch, unit_copies)
         task = asyncio.create_task(load(loader, pools.unit("a", keys(2), range(2))))
         try:
             await eventually(copying.is_set)

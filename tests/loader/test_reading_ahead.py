@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 
 import anyio
@@ -22,7 +21,6 @@ from softload import (
     admission,
     unit_copies,
 )
-from softload.copies import Copy, execute
 from softload.testing import HangingStore, RecordingStore
 
 from .doubles import LyingStore
@@ -34,6 +32,7 @@ from .harness import (
     assert_outcome,
     config,
     eventually,
+    hold_copies,
     is_of,
     keys,
     load,
@@ -87,16 +86,11 @@ async def test_first_layers_are_read_before_the_rest_is_known_and_copied_after()
 async def test_nothing_else_is_read_until_the_first_layers_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     pools = make_pools(pages=2 * PAGES)
     recording = RecordingStore(store())
-    may_copy = threading.Event()
-
-    def held(copies: Sequence[Copy]) -> None:
-        assert may_copy.wait(10)
-        execute(copies)
 
     async with opened(recording, pools) as loader:
         await put(loader, pools, keys(PAGES))
         recording.clear()
-        monkeypatch.setattr(unit_copies, "execute", held)
+        _, may_copy = hold_copies(monkeypatch, unit_copies)
         async with loader.load([pools.unit("a", keys(PAGES), ROWS)]) as handle:
             await handle.admitted()
             await eventually(lambda: loader.statistics().bytes_loaded > 0)

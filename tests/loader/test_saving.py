@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Sequence
 
 import anyio
 import pytest
 
 from softload import PageStatus, PutRefusal, SaveStatus, saving
-from softload.copies import Copy, execute
 from softload.geometry import DraftMode
 from softload.testing import Fault, FaultKind, FaultyStore, HangingStore, RecordingStore
 
@@ -23,6 +21,7 @@ from .harness import (
     arrived,
     assert_outcome,
     eventually,
+    hold_copies,
     is_of,
     keys,
     load,
@@ -378,16 +377,9 @@ async def test_a_save_whose_task_is_cancelled_ends_its_copy_before_it_lets_go(mo
     """As `asyncio.timeout` does, whose cancellations no scope holds off."""
     pools = make_pools()
     told: list[str] = []
-    copying, may_end = threading.Event(), threading.Event()
-
-    def held(copies: Sequence[Copy]) -> None:
-        copying.set()
-        assert may_end.wait(10)
-        execute(copies)
-
     async with opened(store(), pools) as loader:
         await put(loader, pools, keys(2))
-        monkeypatch.setattr(saving, "execute", held)
+        copying, may_end = hold_copies(monkeypatch, saving)
         unit = pools.unit("a", keys(2, "a"), range(2))
         task = asyncio.create_task(loader.save([unit], staged=lambda unit: told.append(unit.request_id)))
         try:
