@@ -62,10 +62,9 @@ def listening_ports(pid: int | None = None) -> dict[int, bool]:
     process = Path("/proc") / ("self" if pid is None else str(pid))
     try:
         inodes = _sockets(process)
-        # Twice: the kernel hands the tables out in pieces, and skips lines where sockets close between two of them.
         lines = [
             line.split()
-            for table in ("tcp", "tcp6") * 2
+            for table in ("tcp", "tcp6")
             for line in (process / "net" / table).read_text(encoding="ascii").splitlines()[1:]
         ]
     except OSError:
