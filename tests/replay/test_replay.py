@@ -12,10 +12,16 @@ import pytest
 from softload.config import DraftPolicy, Integrity, Layout
 from softload.protocols import Answer
 from softload.replay import runner
+from softload.replay.engine_memory import Verification
+from softload.replay.jobs import Job
+from softload.replay.ledger import Ledger
 from softload.replay.options import AdmissionMode, ReplayOptions, SchedulerOptions
 from softload.replay.runner import ZEROS, is_clean, replay
 from softload.replay.shapes import DraftKind
 from softload.stores import MemoryStore, WrapperStore
+from softload.testing import FaultKind, FaultyStore
+
+from ..loader.harness import is_of
 
 pytestmark = pytest.mark.asyncio
 
@@ -115,6 +121,33 @@ async def test_a_lost_draft_costs_what_the_policy_says(draft: DraftKind, policy:
         assert figures["restored_pages"] < figures["lru_bound_pages"]
     else:
         assert figures["draft_dropped"] > 0
+
+
+@pytest.mark.parametrize("layout", Layout)
+async def test_a_draft_is_good_up_to_its_first_lost_page(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a loss costs all drafts behind it, of everybody who shares the page: most of them, long before most are lost."""
+    stores: list[FaultyStore] = []
+    drafts: list[tuple[Job, int, int]] = []
+
+    class Store(FaultyStore):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            stores.append(self)
+
+    class Books(Ledger):
+        def settled(self, job: Job, checked: Verification) -> None:
+            drafts.append((job, job.restored, job.draft_restored))
+            super().settled(job, checked)
+
+    monkeypatch.setattr(runner, "FaultyStore", Store)
+    monkeypatch.setattr(runner, "Ledger", Books)
+    figures = await run(layout=layout, draft=DraftKind.SIDECAR, faults=("draft-loss=0.1",))
+    assert_clean(figures)
+    lost = stores[0].touched_by[FaultKind.DRAFT_LOSS]
+    assert 0 < figures["draft_dropped"] == sum(restored - drafted for _, restored, drafted in drafts)
+    for job, restored, drafted in drafts:
+        assert not any(is_of(*job.keys[:drafted])(key) for key in lost)
+        assert drafted == restored or any(is_of(job.keys[drafted])(key) for key in lost)
 
 
 @pytest.mark.parametrize("shape", ["dsv4-flash/256", "glm-5.2/64", "deepseek-v3.2/64"])
