@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from softload.config import DraftPolicy, Integrity, Layout
+from softload.outcomes import SaveStatus
 from softload.protocols import Answer
 from softload.replay import runner
 from softload.replay.engine_memory import Verification
@@ -65,19 +66,35 @@ def assert_clean(figures: dict[str, Any]) -> None:
         assert figures["restored_pages"] <= figures["lru_bound_pages"]
 
 
+def saved_again(figures: dict[str, Any]) -> int:
+    """Pages that were offered to the store when somebody looked, and not yet in it: computed and offered once more.
+
+    How many there are is a matter of how long saves take, which on a busy machine is long.
+    """
+    return sum(count for status, count in figures["saved_pages"].items() if status != SaveStatus.SAVED)
+
+
 @pytest.mark.parametrize("admission", AdmissionMode)
 async def test_a_replay_without_faults_restores_what_an_ideal_store_would(admission: AdmissionMode) -> None:
     figures = await run(admission=admission)
     assert_clean(figures)
     assert set(figures) == documented_keys()
     assert figures["requests"] == 60
-    assert figures["restored_pages"] >= 0.9 * figures["lru_bound_pages"] > 0
+    assert 0 < figures["lru_bound_pages"] <= figures["restored_pages"] + saved_again(figures)
+    assert figures["restored_pages"] > 0
     assert figures["bytes_loaded"] > 0
     assert figures["rss_mid"] > 0 and figures["rss_end"] > 0
     for name in ("first_layer_ms", "stall_ms", "load_ms"):
         assert figures[name].keys() == {"p50", "p99", "max"}
     for name in ("loop_lag_ms", "idle_loop_lag_ms", "quiet_loop_lag_ms"):
         assert figures[name].keys() == {"p50", "p99", "p99_9", "max"}
+
+
+async def test_one_request_after_the_other_restores_all_that_an_ideal_store_would() -> None:
+    figures = await run(max_running=1)
+    assert_clean(figures)
+    assert 0 < figures["restored_pages"] == figures["lru_bound_pages"]
+    assert saved_again(figures) == 0
 
 
 @pytest.mark.parametrize("layout", Layout)
@@ -98,10 +115,12 @@ FAULTS = ["evict=0.1", "remove=0.1", "late=0.2", "slow=0.05:0.02", "hang=2:0.5",
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("admission", AdmissionMode)
 async def test_a_fault_costs_pages_and_nothing_else(fault: str, admission: AdmissionMode) -> None:
-    figures = await run(faults=(fault,), admission=admission, integrity=Integrity.FULL, deadline=0.3)
+    hangs = fault.startswith("hang")
+    deadline = 0.3 if hangs else 20.0  # one that a busy machine does not meet either
+    figures = await run(faults=(fault,), admission=admission, integrity=Integrity.FULL, deadline=deadline)
     assert_clean(figures)
     assert figures["restored_pages"] > 0
-    if not fault.startswith("hang"):
+    if not hangs:
         assert figures["promised_unrestored"] == 0, figures["promised_unrestored_pages"]
 
 
@@ -157,7 +176,7 @@ async def test_sparse_models_with_drafts(shape: str, draft: DraftKind) -> None:
     assert_clean(figures)
     assert figures["draft_pages"] == figures["restored_pages"] > 0
     # A window is stored where every second page ends.
-    assert figures["restored_pages"] >= 0.7 * figures["lru_bound_pages"]
+    assert figures["restored_pages"] + saved_again(figures) >= 0.7 * figures["lru_bound_pages"]
 
 
 @pytest.mark.parametrize("admission", AdmissionMode)
