@@ -144,7 +144,7 @@ async def test_a_lost_draft_costs_what_the_policy_says(draft: DraftKind, policy:
 
 @pytest.mark.parametrize("layout", Layout)
 async def test_a_draft_is_good_up_to_its_first_lost_page(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So a loss costs all drafts behind it, of everybody who shares the page: most of them, long before most are lost."""
+    """So a loss costs all drafts behind it, of everybody who shares the page: a tenth lost drops most of them."""
     stores: list[FaultyStore] = []
     drafts: list[tuple[Job, int, int]] = []
 
