@@ -11,6 +11,9 @@ import structlog
 from softload.stores import EmbeddedMooncakeStore
 
 
+pytest.register_assert_rewrite("softload.testing.store_suite", "softload.testing.lending_suite")
+
+
 @pytest.fixture(autouse=True)
 def log_settings() -> Iterator[None]:
     """The command line sets the log up for its whole process, which here is that of all tests."""
