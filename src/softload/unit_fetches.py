@@ -10,7 +10,7 @@ from typing import Protocol
 from softload.config import Layout
 from softload.context import Context
 from softload.fetches import Fetch, FetchListener, Part, Turn, leaves
-from softload.geometry.layout import PartRanges
+from softload.geometry.layout import PartRanges, layer_groups, range_groups
 from softload.grants import Grant
 from softload.landing import Segment, Share
 from softload.lent_copies import Refuted
@@ -119,6 +119,11 @@ class UnitFetches:
         for column, first in self._ahead:
             self._unqueued += self._assign(column, first)
         self._queue()
+
+    @property
+    def groups(self) -> tuple[range, ...]:
+        """The layers that are copied at a time, as they come; known once `begin` has returned."""
+        return (range_groups if self._parts else layer_groups)(self._context.pools.num_layers)
 
     @property
     def reads_ahead(self) -> bool:
