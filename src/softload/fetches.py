@@ -282,6 +282,7 @@ class ReadCall:
         "counted",
         "endpoint",
         "expected",
+        "is_first",
         "live",
         "master_answered",
         "native",
@@ -289,21 +290,23 @@ class ReadCall:
         "parts",
         "ranged",
         "relied_on",
-        "running",
         "session_starts",
         "timed_out",
+        "work_at",
     )
 
-    def __init__(self, endpoint: str, parts: list[Part], *, ranged: bool) -> None:
+    def __init__(self, endpoint: str, parts: list[Part], *, ranged: bool, is_first: bool = False) -> None:
         self.endpoint = endpoint
         self.parts = parts
         self.ranged = ranged
+        self.is_first = is_first
+        """Whether it brings a unit's first layers: no other of its endpoint runs until they are checked."""
         self.live: list[Part] = []
         self.relied_on: set[Part] = set()
         """Live parts that somebody waits for, and has nothing else to wait for."""
         self.expected = 0.0
-        self.running = 1
-        """Reads under way when it started, this one among them."""
+        self.work_at = 0.0
+        """When it started, on the clock of `SharedTime`."""
         self.session_starts = 0
         """Sessions started by then: which of them it relied on."""
         self.alarm: asyncio.TimerHandle | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from softload.cost_model import CostModel
+from softload.cost_model import CostModel, SharedTime
 from softload.fetches import Fetch, PartState, ReadCall
 from softload.health import MAX_ENDPOINTS, Health
 from softload.outcomes import PageStatus
@@ -37,9 +37,16 @@ class ReadHealth:
         self._counters = counters
         self._rates: dict[str, float] = {}
         self.costs = CostModel(MAX_ENDPOINTS)
+        self._work = SharedTime()
 
-    def expect(self, call: ReadCall) -> None:
-        """Say how long a call that starts now should take."""
+    def expect(self, call: ReadCall, *, running: int) -> None:
+        """Say how long a call that starts now should take.
+
+        Args:
+            call: it.
+            running: reads under way from now on, this one among them.
+        """
+        call.work_at = self._work.now(running)
         nbytes = sum(part.nbytes for part in call.live)
         call.expected = _CALL_SECONDS + nbytes / self._rates.get(call.endpoint, _FIRST_RATE)
 
@@ -49,8 +56,9 @@ class ReadHealth:
         Args:
             call: it.
             statuses: of its parts.
-            running: reads under way until now, this one among them.
+            running: reads that are still under way.
         """
+        seconds = self._work.now(running) - call.work_at
         assert call.native is not None
         if PageStatus.STORE_UNREACHABLE in statuses or call.master_answered is False:
             self._health.record_master([PageStatus.STORE_UNREACHABLE])
@@ -70,21 +78,15 @@ class ReadHealth:
             known = self._rates.pop(call.endpoint, rate)
             self._rates[call.endpoint] = known + 0.2 * (rate - known)
             if not call.overdue and statuses.count(PageStatus.LOADED) == len(statuses):
-                self._record_cost(call, running)
+                self.costs.record(
+                    call.endpoint,
+                    ranged=call.ranged,
+                    items=sum(len(part.ranges) or part.fetch.count for part in call.live),
+                    nbytes=nbytes,
+                    seconds=seconds,
+                )
             if len(self._rates) > MAX_ENDPOINTS:  # the one that was read from longest ago
                 del self._rates[next(iter(self._rates))]
-
-    def _record_cost(self, call: ReadCall, running: int) -> None:
-        """What a good call took; others that were beside it took their part of the time."""
-        assert call.native is not None and call.native.started_at is not None
-        beside = (call.running + running) / 2
-        self.costs.record(
-            call.endpoint,
-            ranged=call.ranged,
-            items=sum(len(part.ranges) or part.fetch.count for part in call.live),
-            nbytes=sum(part.nbytes for part in call.live),
-            seconds=(call.native.ended_at - call.native.started_at) / beside,
-        )
 
     def time_out(self, fetch: Fetch) -> None:
         """Somebody gave a fetch up because its bytes did not come in time.

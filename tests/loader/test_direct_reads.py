@@ -130,13 +130,15 @@ async def test_other_loads_are_read(options: dict[str, Any]) -> None:
         await settle(loader)
 
 
-async def test_the_first_layers_are_not_asked_for_apart_where_nothing_has_to_be_read() -> None:
+async def test_the_first_layers_are_not_asked_for_apart_where_they_need_not_be_read_and_must_wait_for_all() -> None:
     pages = 40
     pools = make_pools(pages=2 * pages)
     elsewhere: list[str] = []
     recording = RecordingStore(Elsewhere(lending_store(), lambda key: key.endswith(tuple(elsewhere))))
     async with opened(recording, pools) as loader:
         await put(loader, pools, keys(pages))
+        assert loader._context is not None
+        loader._context.health.doubt_existence()  # else that all is there would be enough
         asked = []
         for groups in ([], [], ["g3"], [], []):  # a load is expected to be like the one before it
             elsewhere[:] = groups
