@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Callable
+
+_SETTLE_SECONDS = 30.0
+"""Of real time: more than any machine needs for what is under way."""
 
 
 class ManualClock:
@@ -15,6 +19,18 @@ class ManualClock:
 
     def __call__(self) -> float:
         return self.now
+
+
+class Ticks:
+    """A clock of the event loop's own work, which goes on by as much at every look: turns end at the same places."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._looks = 0
+
+    def __call__(self) -> float:
+        self._looks += 1
+        return self._looks * self._seconds
 
 
 class ManualLoop(asyncio.SelectorEventLoop):
@@ -40,11 +56,13 @@ class ManualLoop(asyncio.SelectorEventLoop):
         """Move the clock from timer to timer, and settle after each."""
         end = self.clock.now + seconds
         self.settle(busy)
+        until = time.monotonic() + 2 * _SETTLE_SECONDS
         while due := [
             timer.when()
             for timer in self._scheduled  # type: ignore[attr-defined]
             if not timer.cancelled() and timer.when() <= end
         ]:
+            assert time.monotonic() < until, f"timers without end, the first of them {self._scheduled[0]}"  # type: ignore[attr-defined]
             self.clock.now = max(self.clock.now, min(due))
             self.settle(busy)
         self.clock.now = end
@@ -52,8 +70,10 @@ class ManualLoop(asyncio.SelectorEventLoop):
 
     async def _settle(self, busy: Callable[[], bool]) -> None:
         quiet = 0
+        until = time.monotonic() + _SETTLE_SECONDS
         while quiet < 2:
             await asyncio.sleep(0)
+            assert time.monotonic() < until, f"it does not come to rest: {len(self._ready)} callbacks, busy: {busy()}"  # type: ignore[attr-defined]
             if self._ready or busy():  # type: ignore[attr-defined]
                 quiet = 0
                 os.sched_yield()

@@ -22,6 +22,7 @@ from softload import (
     ReadMode,
 )
 from softload.context import Context
+from softload.cost_model import SharedTime
 from softload.geometry import DraftMode
 from softload.native_calls import CallGroup
 from softload.slots import SlotState
@@ -30,7 +31,7 @@ from softload.testing import HangingStore, ScriptedStore
 
 from .busy_memory import BusyMemory, LendingBusyMemory
 from .engine import Engine, content
-from .manual_time import ManualClock, ManualLoop
+from .manual_time import ManualClock, ManualLoop, Ticks
 from .users import Fence, Held, Pending, Request, User, page_keys
 
 HELD = (
@@ -128,7 +129,9 @@ class World:
                 self.owner.result()
         self.context: Context = loader._context
         self.context.health._clock = self.context.health.negative._clock = self.clock
-        self.context.lender.clock = self.clock
+        self.context.lender.clock = self.context.reader.costs._clock = self.clock
+        self.context.reader._health._work = SharedTime(self.clock)
+        self.context.pacer._clock = Ticks(0.0003)  # a few pieces of work a turn
         self.context.reader._clock = self.context.sessions._clock = self.clock
         self.expected.clear()
         self.unseen = False
