@@ -364,9 +364,15 @@ class LoaderMachine(CheckedWorld, RuleBasedStateMachine):
     @precondition(lambda self: len(self.cache) > 1)
     @rule(released=st.booleans())
     def reopen(self, released: bool) -> None:
-        """Closing answers every waiter and ends, also while calls hang; then another loader begins."""
+        """Closing answers every waiter and ends, also while calls hang; then another loader begins.
+
+        That knows of no page without its draft: the engine computes those again before it offers them.
+        """
         self.close(released)
         self.open()
+        for held in [held for held in self.cache if held.without_draft]:
+            self.cache.remove(held)
+            self.engine.give(held.rows)
         self.compute(0, 6, stored=True)
 
     @invariant()
