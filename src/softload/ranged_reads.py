@@ -54,7 +54,11 @@ class RangedReads:
         return self._sessions.starts
 
     async def begin(self, parts: Sequence[Part], turn: Turn) -> None:
-        """Hold sessions for the parts' objects, then have them read."""
+        """Hold sessions for the parts' objects, then have them read.
+
+        Later parts of objects may come while the sessions of the first ones are being started.
+        """
+        parts = [part for part in parts if part.state is PartState.QUEUED and part in part.fetch.parts]
         new = {part.fetch.key: part.fetch for part in parts if part.fetch.session is None}
         since = self._clock()
         answers = await self._sessions.acquire(list(new)) if new else {}
@@ -62,7 +66,10 @@ class RangedReads:
             self._costs.record_start(len(new), self._clock() - since)
         for key, fetch in new.items():
             answer = answers[key]
-            if isinstance(answer, Session):
+            if fetch.session is not None or fetch.failed or any(part.layers is None for part in fetch.parts):
+                if isinstance(answer, Session):  # the other parts of it have had their answer meanwhile
+                    self._sessions.release([answer])
+            elif isinstance(answer, Session):
                 fetch.session = answer
                 if not fetch.listeners:  # everybody left meanwhile
                     self.release(fetch)

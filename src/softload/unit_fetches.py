@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -126,9 +127,14 @@ class UnitFetches:
         return (range_groups if self._parts else layer_groups)(self._context.pools.num_layers)
 
     @property
-    def reads_ahead(self) -> bool:
-        """Whether the first layers' reads were started before the unit was admitted."""
-        return bool(self._ahead)
+    def has_head_start(self) -> bool:
+        """Whether the first layers' reads are out, and no others will be before the next `plan`."""
+        return bool(self._ahead or self._unqueued)
+
+    @property
+    def must_plan(self) -> bool:
+        """Whether nothing is read before all of it is planned, as where objects are read in parts."""
+        return bool(self._parts and self._unplanned)
 
     async def begin(self) -> None:
         """Join what is on its way, and be granted landing memory for the rest, whole and in turn; `plan` comes next."""
@@ -181,10 +187,14 @@ class UnitFetches:
     async def plan(self, turn: Turn) -> bool:
         """Join or start the next few fetches, in the order in which they are wanted. False where none are left.
 
+        Of objects that are read in parts the first are started when all is planned, and the others by the next call.
+
         Little by little, so that what has landed can be copied while later layers are planned.
         """
         if not self._unplanned:
-            return False
+            has_others = bool(self._unqueued)
+            self._queue()
+            return has_others
         await self._context.pacer.turn()
         if not self._unplanned:  # all was let go meanwhile
             return False
@@ -362,8 +372,12 @@ class UnitFetches:
 
     def _finish_planning(self) -> None:
         self._context.planned.discard(self)
-        self._unqueued.sort(key=lambda part: 0 if part.layers is None else part.layers.start)
+        self._unqueued.sort(key=_first_layer)
+        later = bisect_right(self._unqueued, _first_layer(self._unqueued[0]), key=_first_layer) if self._unqueued else 0
+        waiting = self._unqueued[later:] if self._parts and self._share is Share.STREAMING else []
+        self._unqueued = self._unqueued[: len(self._unqueued) - len(waiting)]
         self._queue()
+        self._unqueued = waiting
         self._release_spare()
 
     def _queue(self) -> None:
@@ -437,3 +451,7 @@ class UnitFetches:
             self._pages.mark_bad(wanted.column, wanted.page, PageStatus.WRONG_SIZE)
         elif self._pages.draft_rides and size < spec.size:
             self._pages.mark_without_draft(wanted.column, wanted.page)
+
+
+def _first_layer(part: Part) -> int:
+    return 0 if part.layers is None else part.layers.start
