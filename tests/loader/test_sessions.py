@@ -73,7 +73,7 @@ class Meeting(WrapperStore):
             self.running += 1
             self.most = max(self.most, self.running)
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self.running > 1, 0.05)
+            self._changed.wait_for(lambda: self.running > 1, 0.02)  # less than until it is late
         answers = super().read_ranges(keys, pointers, sizes, offsets)
         with self._changed:
             self.running -= 1
