@@ -8,6 +8,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Protocol
 
+import anyio
+
 from softload.config import Layout
 from softload.context import Context
 from softload.fetches import Fetch, FetchListener, Part, Turn, leaves
@@ -69,6 +71,8 @@ class UnitFetches:
         """Planned before the unit was admitted."""
         self._parts = PartRanges()
         """What objects are read in; none where they are read whole."""
+        self._started: anyio.Event | None = None
+        """Goes with the next parts that are queued: sessions were started for them."""
         self._is_marked = False
         """Whether what was found while joining costs pages, or their draft."""
         self.descriptors: dict[str, Descriptor | None] = {}
@@ -149,6 +153,8 @@ class UnitFetches:
         self._conclude()
         waits = None if self._share is Share.PREFETCH else self._layer_seconds
         self._parts = PartRanges(parts_to_read(self._context, self._pages, self.descriptors, self._spare, waits))
+        if self._parts and self._spare:
+            self._started = self._context.reader.start_sessions(self._spare)
         for column, first in chunks_of(self._pages.all_columns()):  # what is held already needs no plan
             lacks_any = self._held.lacks_any(column, pages_of_chunk(self._pages.pages_of(column), first))
             if lacks_any and (column, first) not in self._ahead:
@@ -382,7 +388,8 @@ class UnitFetches:
 
     def _queue(self) -> None:
         parts, self._unqueued = self._unqueued, []
-        self._context.reader.read(parts, self._turn)
+        started, self._started = self._started, None
+        self._context.reader.read(parts, self._turn, started)
 
     def _join_some(self, column: Column, page: int, stop: int) -> int:
         """Hold what is here or on its way of the pages from this one on, as far as one fetch brings it; how many."""
