@@ -279,6 +279,7 @@ class ReadCall:
 
     __slots__ = (
         "alarm",
+        "counted",
         "endpoint",
         "expected",
         "is_first",
@@ -312,6 +313,8 @@ class ReadCall:
         self.overdue = False
         """Whether it takes much longer than such a call should. Set by the alarm, so that all agree on it."""
         self.timed_out = False
+        self.counted = False
+        """Whether it was one of its endpoint's outcomes when it timed out."""
         self.master_answered: bool | None = None
         """Whether the master did when it was asked for proof; ``None`` where it was not."""
         self.native: NativeCall[ReadAnswers] | None = None

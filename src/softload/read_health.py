@@ -20,6 +20,9 @@ _CALL_SECONDS = 0.002
 _NOT_REFUTED = (PageStatus.SHED, PageStatus.CANCELLED, PageStatus.STORE_UNREACHABLE, PageStatus.MALFORMED)
 """Failures that say nothing about the key."""
 
+_BROUGHT = {PageStatus.LOADED, PageStatus.CORRUPT}
+"""Bytes came from the endpoint, whatever they are worth: it answers."""
+
 
 class ReadHealth:
     """Judges the reads of one loader.
@@ -63,12 +66,12 @@ class ReadHealth:
             self._health.record_master([])
         breaker = self._health.endpoint(call.endpoint)
         if call.timed_out:  # counted when its waiters gave up
-            if PageStatus.LOADED in statuses:
+            if not _BROUGHT.isdisjoint(statuses):
                 breaker.came_late(call.native.elapsed())
             return
         if PageStatus.TRANSFER_FAILED in statuses or PageStatus.MALFORMED in statuses:
             breaker.record(False, started_at=call.native.started_at)
-        elif PageStatus.LOADED in statuses:
+        elif not _BROUGHT.isdisjoint(statuses):
             breaker.record(True, started_at=call.native.started_at)
             nbytes = sum(part.nbytes for part in call.live)
             rate = nbytes / max(call.native.elapsed(), 1e-6)
@@ -99,9 +102,11 @@ class ReadHealth:
                 if is_first:
                     call.timed_out = True
                     self._counters.timed_out_calls += 1
-                    if call.endpoint not in part.suspects and call.native is not None:
-                        breaker.record(False, started_at=call.native.started_at)
-                part.suspects.add(call.endpoint)
+                # A call of several loads counts for the first of them that has not counted one yet, and for no other.
+                if not call.counted and call.endpoint not in part.suspects and call.native is not None:
+                    call.counted = True
+                    part.suspects.add(call.endpoint)
+                    breaker.record(False, started_at=call.native.started_at)
                 if breaker.is_open:
                     self._health.refuse(fetch.keys, call.endpoint, PageStatus.TIMED_OUT)
                 elif is_first and call.native is not None:
