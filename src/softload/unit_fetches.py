@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Protocol
+
+import anyio
 
 from softload.config import Layout
 from softload.context import Context
@@ -73,6 +76,8 @@ class UnitFetches:
         self._is_lined_up = False
         self._parts = PartRanges()
         """What objects are read in; none where they are read whole."""
+        self._started: anyio.Event | None = None
+        """Goes with the next parts that are queued: sessions were started for them."""
         self._is_marked = False
         """Whether what was found while joining costs pages, or their draft."""
         self.descriptors: dict[str, Descriptor | None] = {}
@@ -132,9 +137,14 @@ class UnitFetches:
         return (range_groups if self._parts else layer_groups)(self._context.pools.num_layers)
 
     @property
-    def reads_ahead(self) -> bool:
-        """Whether the first layers' reads were started before the unit was admitted."""
-        return bool(self._ahead)
+    def has_head_start(self) -> bool:
+        """Whether the first layers' reads are out, and no others will be before the next `plan`."""
+        return bool(self._ahead or self._unqueued)
+
+    @property
+    def must_plan(self) -> bool:
+        """Whether nothing is read before all of it is planned, as where objects are read in parts."""
+        return bool(self._parts and self._unplanned)
 
     def announce(self) -> None:
         """It is about to plan its pages: what others have copied of them may serve it."""
@@ -154,6 +164,8 @@ class UnitFetches:
         self._conclude()
         waits = None if self._share is Share.PREFETCH else self._layer_seconds
         self._parts = PartRanges(parts_to_read(self._context, self._pages, self.descriptors, self._spare, waits))
+        if self._parts and self._spare:
+            self._started = self._context.reader.start_sessions(self._spare)
         for column, first in chunks_of(self._pages.all_columns()):
             if (column, first) not in self._ahead:
                 self._unplanned.append((column, first))
@@ -218,8 +230,14 @@ class UnitFetches:
     async def plan(self, turn: Turn) -> bool:
         """Join or start the next few fetches, in the order in which they are wanted. False where none are, by now.
 
+        Of objects that are read in parts the first are started when all is planned, and the others by the next call.
+
         Little by little, so that what has landed can be copied while later layers are planned.
         """
+        if not self._unplanned:
+            has_others = bool(self._unqueued)
+            self._queue()
+            return has_others
         if not self._may_plan():
             return False
         await self._context.pacer.turn()
@@ -399,13 +417,18 @@ class UnitFetches:
 
     def _finish_planning(self) -> None:
         self._context.planned.discard(self)
-        self._unqueued.sort(key=lambda part: 0 if part.layers is None else part.layers.start)
+        self._unqueued.sort(key=_first_layer)
+        later = bisect_right(self._unqueued, _first_layer(self._unqueued[0]), key=_first_layer) if self._unqueued else 0
+        waiting = self._unqueued[later:] if self._parts and self._share is Share.STREAMING else []
+        self._unqueued = self._unqueued[: len(self._unqueued) - len(waiting)]
         self._queue()
+        self._unqueued = waiting
         self._release_spare()
 
     def _queue(self) -> None:
         parts, self._unqueued = self._unqueued, []
-        self._context.reader.read(parts, self._turn)
+        started, self._started = self._started, None
+        self._context.reader.read(parts, self._turn, started)
 
     def _join_some(self, column: Column, page: int, stop: int) -> int:
         """Hold what is here or on its way of the pages from this one on, as far as one fetch brings it; how many."""
@@ -474,3 +497,7 @@ class UnitFetches:
             self._pages.mark_bad(wanted.column, wanted.page, PageStatus.WRONG_SIZE)
         elif self._pages.draft_rides and size < spec.size:
             self._pages.mark_without_draft(wanted.column, wanted.page)
+
+
+def _first_layer(part: Part) -> int:
+    return 0 if part.layers is None else part.layers.start

@@ -22,7 +22,7 @@ from softload.unit_progress import UnitProgress
 __all__ = ["UnitLayers"]
 
 _HEAD_START = 0.02
-"""Seconds that each read of what was read ahead has the interpreter for itself.
+"""Seconds that each read of the first layers has the interpreter, and its endpoint, for itself.
 
 A thread whose call is over gets the interpreter once the event loop has nothing left to do: all that is planned
 meanwhile, it waits for. No longer than that, so that a first layer that hangs costs nothing but itself.
@@ -89,9 +89,10 @@ class UnitLayers:
     async def copy_target(self) -> None:
         """Copy layer by layer. `restored` says how much of it is there."""
         left = deque(self._fetches.groups)
+        is_first = True
         while left:
             layers = left.popleft()
-            idle = _HEAD_START if not layers.start and self._fetches.reads_ahead else 0.0
+            idle = _HEAD_START if is_first and self._fetches.has_head_start and self._copies.may_write else 0.0
             await self._unit.until(partial(self._is_here, layers), idle)
             if self._wants.pages:
                 refused = await self._copies.wait_for_engine()
@@ -100,6 +101,7 @@ class UnitLayers:
                 await self._context.pacer.turn()
             copies = self._copies_of(layers)
             nbytes = sum(copy.nbytes for copy in copies)
+            is_first = is_first and not nbytes
             while left and nbytes < _COPIED_ALONG and self._is_here(left[0]):
                 more = self._copies_of(left[0])
                 nbytes += sum(copy.nbytes for copy in more)
