@@ -1,31 +1,23 @@
-"""Looking up what is there, and revalidating it right before it is read."""
+"""Revalidating what is there right before it is read: where every object is, and which of them may be read."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 
-import anyio
-import structlog
-
-from softload import events
 from softload.callbacks import tell_loop
 from softload.config import Layout
 from softload.context import Context
-from softload.geometry.group import ResolvedComponent
 from softload.health import Permit
-from softload.outcomes import Lookup, PageStatus
-from softload.planning import Column, ComponentPages, boundaries, cut, unit_parts
+from softload.outcomes import PageStatus
+from softload.planning import Column
 from softload.protocols import Descriptor
 from softload.questions import MOST_OBJECTS
-from softload.transfer import HitPolicy, TransferUnit
+from softload.transfer import HitPolicy
 from softload.unit_pages import UnitPages, Wanted
 
-__all__ = ["Answers", "Endpoints", "ask_descriptors", "first_columns", "look_up", "readable", "revalidate"]
-
-_log = structlog.get_logger(__name__)
+__all__ = ["Answers", "Endpoints", "ask_descriptors", "first_columns", "readable", "revalidate"]
 
 Answers = Mapping[str, Descriptor | PageStatus | None]
 """Per object key: where it is, or why it is not; ``None`` where its bytes are here or on their way already."""
@@ -36,33 +28,15 @@ Endpoints = dict[str, PageStatus | Permit]
 _ASKED_APART = 128
 """Objects of an admission from which on those of the first layers are asked for apart: a millisecond of waiting."""
 
-_FIRST_PAGES = 32
-"""Pages in the first call of a lookup; each further call doubles it. Looking leases, so it stops at the first miss."""
+_REST_AT_A_TIME = 128
+"""Objects in one question for the others, once all are known to be there: the first layers are read and copied
+meanwhile, and want the interpreter.
+"""
 
-
-async def look_up(context: Context, unit: TransferUnit) -> Lookup:
-    """Which prefixes of a unit can be restored now, as the store says. See `PageLoader.lookup`."""
-    await context.pacer.turn()
-    if unit.partial:  # a prefix is restorable with all of its pools, whatever a load brings of them
-        unit = replace(unit, partial=False)
-    parts = unit_parts(unit, context.pools, context.config.layout, context.keys)
-    target, draft_columns = parts.target, parts.draft_columns
-    context.counters.lookups += 1
-    pages = max((len(component.keys) for component in target), default=0)
-    if not pages:
-        return Lookup()
-    if context.health.is_suppressed(unit.request_id):
-        return Lookup(status=PageStatus.SUPPRESSED)
-    found, status = await _existing(context, target, [*parts.columns, *draft_columns], pages)
-    if status is not None:
-        context.counters.lookups_unanswered += 1
-        context.log.tell(_log.info, events.LOOKUP_FAILED, request_id=unit.request_id, status=status)
-    await context.pacer.turn()
-    context.promised.add(found)
-    prefixes = boundaries(_component_pages(target, parts.columns, found))
-    longest = prefixes[-1] if prefixes else 0
-    draft_pages = cut(longest, _component_pages(parts.draft, draft_columns, found)) if draft_columns else 0
-    return Lookup(prefixes, draft_pages, status if not prefixes else None)
+_UNREADABLE = frozenset(
+    {PageStatus.NO_MEMORY_REPLICA, PageStatus.NOT_READY, PageStatus.WRONG_SIZE, PageStatus.MALFORMED}
+)
+"""What may exist and cannot be read, or is not what it must be."""
 
 
 async def ask_descriptors(
@@ -72,8 +46,11 @@ async def ask_descriptors(
     *,
     ahead: int = 0,
     on_ahead: Callable[[Answers], object] = lambda _: None,
+    on_there: Callable[[], Awaitable[None]] | None = None,
 ) -> Answers:
     """Revalidate objects: all that are neither here, nor on their way, nor known to be bad.
+
+    To know that an object is there takes a tenth of what it takes to know where: that is asked for last.
 
     Args:
         context: the loader's parts.
@@ -81,6 +58,7 @@ async def ask_descriptors(
         until: when it is too late for an answer.
         ahead: of the columns, the first ones that are asked for before the others.
         on_ahead: told of these, on the loop, while the others are still being asked for; not where some are special.
+        on_there: awaited after that, where all others are there and leased; only then it is asked what they are.
     """
     answers: dict[str, Descriptor | PageStatus | None] = {}
     ask: list[str] = []
@@ -108,7 +86,7 @@ async def ask_descriptors(
         if len(ask) < _ASKED_APART:
             found = await context.ask_descriptors(ask, until)
         else:
-            found = await _ask_in_slices(context, ask, count, until, on_ahead)
+            found = await _ask_in_slices(context, ask, count, until, on_ahead, on_there)
         answers.update(zip(ask, found, strict=True))
         refuted = zip(ask, found, strict=True) if PageStatus in set(map(type, found)) else ()
         for key, answer in refuted:
@@ -119,25 +97,40 @@ async def ask_descriptors(
 
 
 async def _ask_in_slices(
-    context: Context, keys: list[str], count: int, until: float, on_first: Callable[[Answers], object]
+    context: Context,
+    keys: list[str],
+    count: int,
+    until: float,
+    on_first: Callable[[Answers], object],
+    on_there: Callable[[], Awaitable[None]] | None,
 ) -> list[Descriptor | PageStatus]:
     """Ask for the first `count` of the keys, tell, and go on with the others: one call after the other on one lane."""
     loop = asyncio.get_running_loop()
+    first, rest = keys[:count], keys[count:]
     is_wanted = True
 
-    def ask() -> list[Descriptor | PageStatus]:
+    def ask(some: list[str], at_a_time: int = MOST_OBJECTS) -> list[Descriptor | PageStatus]:
         found: list[Descriptor | PageStatus] = []
-        for some in (keys[:count], keys[count:]):
-            for start in range(0, len(some), MOST_OBJECTS):
-                if not is_wanted:  # given up since: the lane, and the master, are there for others
-                    return found
-                found += context.describe(some[start : start + MOST_OBJECTS])
-            if len(found) == count > 0:
-                tell_loop(loop, on_first, dict(zip(keys, found, strict=False)))
+        for start in range(0, len(some), at_a_time):
+            if not is_wanted:  # given up since: the lane, and the master, are there for others
+                return found
+            found += context.describe(some[start : start + at_a_time])
         return found
 
+    def begin() -> list[Descriptor | PageStatus]:
+        found = ask(first)
+        if first and is_wanted:
+            tell_loop(loop, on_first, dict(zip(first, found, strict=True)))
+            if on_there is not None and all(answer is True for answer in context.calls.exists(rest)):
+                return found
+        return found + ask(rest)
+
     try:
-        return await context.ask_master(ask, len(keys), until)
+        found = await context.ask_master(begin, len(keys), until)
+        if on_there is not None and len(found) == len(first) < len(keys):
+            await on_there()
+            found += await context.ask_master(partial(ask, rest, min(_REST_AT_A_TIME, MOST_OBJECTS)), len(rest), until)
+        return found
     finally:
         is_wanted = False
 
@@ -164,10 +157,12 @@ def _all_readable(
 def first_columns(context: Context, wants: UnitPages) -> list[Column]:
     """What of a unit may be read ahead of its admission: the objects of the first layers; none where it is not simple.
 
-    It is where every object has the one size that it must have, and a cut takes nothing but pages from the end. What is
-    likely to be lent is not read: one question for all of it is answered sooner than two.
+    It is where every object has the one size that it must have, and a cut takes nothing but pages from the end. Where
+    what is likely to be lent can only be admitted as a whole, one question for all of it is answered sooner than two.
     """
-    if context.config.layout is not Layout.GROUPED or not wants.columns or context.lender.lent_all:
+    if context.config.layout is not Layout.GROUPED or not wants.columns:
+        return []
+    if context.lender.lent_all and not context.admits_early:
         return []
     if any(component.hit_policy is not HitPolicy.ALL_PAGES for component in wants.target):
         return []
@@ -211,6 +206,8 @@ def revalidate(
             found = _revalidated(context, wants, Wanted(column, page), answers[key], endpoints)
             if isinstance(found, PageStatus):
                 wants.mark_bad(column, page, found)
+                if found in _UNREADABLE:
+                    context.health.doubt_existence()
             else:
                 descriptors[key] = found
     return descriptors
@@ -247,42 +244,3 @@ def _ask_endpoint(context: Context, endpoint: str) -> PageStatus | Permit:
     if context.landing.refuses(endpoint):
         return PageStatus.SHED
     return context.health.endpoint(endpoint).allows() or PageStatus.SUPPRESSED
-
-
-async def _existing(
-    context: Context, target: Sequence[ResolvedComponent], wanted: Sequence[Column], pages: int
-) -> tuple[set[str], PageStatus | None]:
-    """The wanted objects that exist, and why not all were asked for, if the store is the reason."""
-    until = anyio.current_time() + context.config.lookup_deadline
-    found: set[str] = set()
-    # Only where every component needs every page does the first miss end the search.
-    sparse = any(component.hit_policy is HitPolicy.TRAILING_PAGES for component in target)
-    start, step = 0, pages if sparse else _FIRST_PAGES
-    while start < pages:
-        stop = min(pages, start + step)
-        keys = [key for column in wanted for key in column.keys[start:stop] if key not in context.health.negative]
-        answers = await context.ask_master(partial(context.calls.exists, keys), len(keys), until) if keys else []
-        failed = next((answer for answer in answers if isinstance(answer, PageStatus)), None)
-        found.update(key for key, answer in zip(keys, answers, strict=True) if answer is True)
-        if failed is not None:
-            return found, failed
-        if any(key not in found for column in wanted if not column.spec.draft for key in column.keys[start:stop]):
-            break
-        start, step = stop, step * 2
-    return found, None
-
-
-def _component_pages(
-    components: Sequence[ResolvedComponent], wanted: Sequence[Column], found: set[str]
-) -> list[ComponentPages]:
-    return [
-        ComponentPages(
-            [
-                all(column.keys[page] in found for column in wanted if column.component == index)
-                for page in range(len(component.keys))
-            ],
-            component.hit_policy,
-            component.window,
-        )
-        for index, component in enumerate(components)
-    ]

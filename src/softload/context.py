@@ -22,7 +22,7 @@ from softload.lending import Lender
 from softload.native_calls import CallGroup, RefusedError
 from softload.outcomes import PageStatus
 from softload.pacing import Pacer
-from softload.protocols import Descriptor, RankConsensus
+from softload.protocols import Descriptor, RankConsensus, SoloConsensus
 from softload.questions import Question, SmallQuestions
 from softload.reading import Reader
 from softload.request_log import RequestLog
@@ -169,6 +169,15 @@ class Context:
                 yield scope
             finally:
                 self.waits.discard(scope)
+
+    @property
+    def admits_early(self) -> bool:
+        """Whether a unit may go on once its objects are known to be there, before it is known where and what they are.
+
+        Not where anything is broken or in doubt, nor for several ranks: what one finds out later, the others do not.
+        """
+        is_alone = isinstance(self.consensus, SoloConsensus)
+        return is_alone and self.health.trusts_existence and not self.landing.quarantined()
 
     def describe(self, keys: Sequence[str]) -> list[Descriptor | PageStatus]:
         """On a thread: each key's replica, or why there is none; see `Lender.learn`."""

@@ -26,6 +26,9 @@ __all__ = ["Load", "Prefetch"]
 
 _log = structlog.get_logger(__name__)
 
+_HEAD_START = 0.02
+"""Seconds that the first layers have the interpreter and the processors for themselves; see `UnitLayers`."""
+
 
 class _Handle:
     """Units under way: started on entering, ended on leaving, whatever happens in between.
@@ -107,7 +110,7 @@ class _Handle:
         endpoints: Endpoints = {}
         try:
             await self._decide(endpoints)
-            self._admitted_at = anyio.current_time()
+            self._admitted_at = self._admitted_at or anyio.current_time()
         except Exception:  # a bug: it costs these units, not the loader
             self._context.log.tell(_log.exception, events.TASK_RAISED, task="admission")
             for run in self._runs:
@@ -142,8 +145,23 @@ class _Handle:
                 for run in waiting:
                     run.read_ahead(answers, endpoints)
 
-            until = max(run.deadline for run in waiting)
-            answers = await ask_descriptors(self._context, [*first, *rest], until, ahead=len(first), on_ahead=on_ahead)
+            async def on_there() -> None:
+                early = [run.admit_early() for run in waiting]
+                if not all(early):  # the others wait for the answers
+                    return
+                self._admitted_at = anyio.current_time()
+                with anyio.move_on_after(_HEAD_START):
+                    for run in waiting:
+                        await run.progress.begun.wait()
+
+            answers = await ask_descriptors(
+                self._context,
+                [*first, *rest],
+                max(run.deadline for run in waiting),
+                ahead=len(first),
+                on_ahead=on_ahead,
+                on_there=on_there if self._context.admits_early else None,
+            )
         for run in waiting:
             await self._context.pacer.turn()
             run.decide(answers, endpoints)

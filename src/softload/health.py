@@ -44,6 +44,9 @@ _MASTER_SECONDS = 0.05
 _SILENT_SECONDS = 0.5
 """What does not answer for so long is down, and not just slow: no second call is lost to it."""
 
+_DOUBT_SECONDS = 600.0
+"""After something was found to exist that nobody can read from memory, or that is not what it must be."""
+
 _NEGATIVE_SECONDS = {PageStatus.NO_MEMORY_REPLICA: 2.0, PageStatus.CORRUPT: 60.0}
 _NEGATIVE_DEFAULT = 10.0
 
@@ -231,6 +234,7 @@ class Health:
         self.negative = NegativeCache(negative_entries, clock)
         self._suppressed: OrderedDict[str, None] = OrderedDict()
         self._master_lost = False
+        self._doubts_until = -math.inf
         self.on_master_back: Callable[[], None] = lambda: None
 
     def endpoint(self, name: str) -> Breaker:
@@ -304,6 +308,17 @@ class Health:
                 breaker.trip()
 
         asyncio.get_running_loop().call_later(left, judge, context=callback_context())
+
+    def doubt_existence(self) -> None:
+        """An object exists and cannot be read, or is not what it must be: others may be like that."""
+        self._doubts_until = self._clock() + _DOUBT_SECONDS
+
+    @property
+    def trusts_existence(self) -> bool:
+        """Whether an object that exists can be read, as far as is known."""
+        if self._is_master_down or self._clock() < self._doubts_until:
+            return False
+        return not any(breaker.is_open for breaker in self._endpoints.values())
 
     def suppress(self, request_id: str) -> None:
         """A request failed: its lookups are answered 0 until it is computed or ends."""

@@ -98,18 +98,21 @@ class LandingMemory:
         runs = await self.grant_runs(sizes, share)
         return None if runs is None else _singles(runs)
 
-    def try_grant_runs(self, sizes: Sequence[tuple[int, int]], share: Share) -> list[Segment] | None:
+    def try_grant_runs(
+        self, sizes: Sequence[tuple[int, int]], share: Share, *, may_reclaim: bool = True
+    ) -> list[Segment] | None:
         """Grant memory for objects now, or nothing.
 
         Args:
             sizes: runs of equal objects as `(object bytes, count)`; segments come in this order, one for a run where
                 the memory allows it.
             share: who asks.
+            may_reclaim: whether landed bytes that nobody pins are given up for it.
         """
         total = self.cost(sizes)
-        if self._queues[share] or not self._fits(total, share):
+        if self._queues[share] or (self._over(total, share) if not may_reclaim else not self._fits(total, share)):
             return None
-        return self._allocate(sizes, total, share)
+        return self._allocate(sizes, total, share, may_reclaim=may_reclaim)
 
     async def grant_runs(self, sizes: Sequence[tuple[int, int]], share: Share) -> list[Segment] | None:
         """Grant memory for objects, in turn with others of the share; ``None`` if it can never fit.
@@ -257,9 +260,11 @@ class LandingMemory:
         loads = self._used[Share.STREAMING] + self._used[Share.PREFETCH]
         return share is not Share.SAVE and loads + total > self._limits[Share.STREAMING]
 
-    def _allocate(self, sizes: Sequence[tuple[int, int]], total: int, share: Share) -> list[Segment] | None:
+    def _allocate(
+        self, sizes: Sequence[tuple[int, int]], total: int, share: Share, *, may_reclaim: bool = True
+    ) -> list[Segment] | None:
         segments = self._allocate_runs(sizes, share)
-        if segments is None:  # enough bytes are free, but not side by side
+        if segments is None and may_reclaim:  # enough bytes are free, but not side by side
             self._reclaim(total)
             # Those who waited come first, and may have been granted what that has freed.
             segments = None if self._over(total, share) else self._allocate_runs(sizes, share)

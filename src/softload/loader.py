@@ -16,7 +16,6 @@ import structlog
 from anyio import AsyncContextManagerMixin
 
 from softload import events
-from softload.admission import look_up
 from softload.arena import Arena, aligned
 from softload.callbacks import to_its_end
 from softload.config import LoaderConfig
@@ -28,6 +27,7 @@ from softload.handles import Load, Prefetch
 from softload.health import Health
 from softload.keys import KeySpace
 from softload.landing import LandingMemory, check_capacity
+from softload.lookup import look_up
 from softload.native_calls import CallGroup, CallSpan, RefusedError
 from softload.outcomes import Lookup, SaveReport
 from softload.protocols import PageStore, RankConsensus, SoloConsensus

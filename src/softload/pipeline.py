@@ -92,6 +92,8 @@ class UnitRun:
         self._reason = PageStatus.TIMED_OUT
         self.is_cancelled = False
         self._reserved = False
+        self._is_early = False
+        """Admitted on the store's word that all of it is there: where the others are than the first layers follows."""
         self.outcome: UnitOutcome | None = None
         self.decided = asyncio.Event()
         self.go = asyncio.Event()
@@ -175,11 +177,37 @@ class UnitRun:
             answers: per object key.
             endpoints: what was decided about endpoints so far in this admission; added to.
         """
-        if self.decided.is_set():
+        if self.decided.is_set() and (not self._is_early or self._scope.cancel_called or self.finished.is_set()):
             return
-        self._fetches.descriptors.update(revalidate(self._context, self.wants, answers, endpoints))
+        found = revalidate(self._context, self.wants, answers, endpoints)
         if self._mode is Mode.STREAM:
             self._fetches.loans.admit(answers)
+        if self._is_early:
+            self._recut()
+            self._fetches.learn(found)
+            self.wake()
+            return
+        self._fetches.descriptors.update(found)
+        self._decide()
+
+    def admit_early(self) -> bool:
+        """All of it is there and leased, as the store says: if there is memory for it, too, the unit goes on.
+
+        Where its later layers' objects are, and that they are what they must be, is told by `decide` before they are
+        read. What is wrong with them then is a late failure.
+        """
+        if self.decided.is_set() or self.is_cancelled:
+            return False
+        self._fetches.announce()
+        if not self._fetches.may_be_admitted:
+            return False
+        self._is_early = True
+        self._fetches.admit_early(self.first_columns())
+        self._decide()
+        self.go.set()
+        return True
+
+    def _decide(self) -> None:
         self.wants.recut()
         config = self._context.config
         self.wants.apply_draft_policy(config.draft_policy, config.truncate_pages)

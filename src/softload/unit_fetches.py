@@ -10,7 +10,7 @@ from typing import Protocol
 from softload.config import Layout
 from softload.context import Context
 from softload.fetches import Fetch, FetchListener, Part, Turn, leaves
-from softload.geometry.layout import PartRanges
+from softload.geometry.layout import PartRanges, layer_groups, range_groups
 from softload.grants import Grant
 from softload.landing import Segment, Share
 from softload.lent_copies import Refuted
@@ -66,6 +66,11 @@ class UnitFetches:
         self._turn = Turn()
         self._ahead: tuple[tuple[Column, int], ...] = ()
         """Planned before the unit was admitted."""
+        self.may_be_admitted = False
+        """Whether there is memory for all of it already."""
+        self._known: frozenset[Column] | None = None
+        """Where nothing but these is known to be, although the unit was admitted."""
+        self._is_lined_up = False
         self._parts = PartRanges()
         """What objects are read in; none where they are read whole."""
         self._is_marked = False
@@ -106,35 +111,46 @@ class UnitFetches:
         Only where nothing of it is here or on its way, so that there is nothing to join.
         """
         self.loans.take(columns, found)
-        if not any(self._held.lacks_any(column, self._pages.pages_of(column)) for column in columns):
-            return  # where they lie they need not be read
-        landing, wanted = self._context.landing, self._sizes()
+        landing, lender, wanted = self._context.landing, self._context.lender, self._sizes()
         sizes = sizes_in_runs(wanted)
         if self._context.reader.knows_any(wanted) or landing.sheds or landing.cost(sizes) > landing.limit(self._share):
             return
-        segments = landing.try_grant_runs(sizes, self._share)
+        # What is likely to be lent needs no memory in the end: nothing is thrown away for it.
+        segments = landing.try_grant_runs(sizes, self._share, may_reclaim=not lender.lent_all)
         if segments is None:
             return
-        self._context.planned.add(self, self._pages.page_keys())
+        self.may_be_admitted = True
+        self.announce()
         self._spare = Grant(wanted, segments)
         self.descriptors.update(found)
         self._turn = turn
-        self._ahead = tuple(islice(chunks_of(columns), _CHUNKS_AHEAD))
-        for column, first in self._ahead:
-            self._unqueued += self._assign(column, first)
-        self._queue()
+        if any(self._held.lacks_any(column, self._pages.pages_of(column)) for column in columns):
+            self._ahead = tuple(islice(chunks_of(columns), _CHUNKS_AHEAD))
+            for column, first in self._ahead:
+                self._unqueued += self._assign(column, first)
+            self._queue()
+
+    @property
+    def groups(self) -> tuple[range, ...]:
+        """The layers that are copied at a time, as they come; known once `begin` has returned."""
+        return (range_groups if self._parts else layer_groups)(self._context.pools.num_layers)
 
     @property
     def reads_ahead(self) -> bool:
         """Whether the first layers' reads were started before the unit was admitted."""
         return bool(self._ahead)
 
+    def announce(self) -> None:
+        """It is about to plan its pages: what others have copied of them may serve it."""
+        self._context.planned.add(self, self._pages.page_keys())
+
     async def begin(self) -> None:
         """Join what is on its way, and be granted landing memory for the rest, whole and in turn; `plan` comes next."""
-        self._context.planned.add(self, self._pages.page_keys())
+        self.announce()
         await self._context.pacer.turn()
-        self.loans.take(self._pages.all_columns())
-        if self._ahead:
+        if self._known is None:
+            self.loans.take(self._pages.all_columns())
+        if self.may_be_admitted:
             self.prune()
             self._join(self._spare)
         else:
@@ -142,14 +158,40 @@ class UnitFetches:
         self._conclude()
         waits = None if self._share is Share.PREFETCH else self._layer_seconds
         self._parts = PartRanges(parts_to_read(self._context, self._pages, self.descriptors, self._spare, waits))
-        for column, first in chunks_of(self._pages.all_columns()):  # what is held already needs no plan
-            lacks_any = self._held.lacks_any(column, pages_of_chunk(self._pages.pages_of(column), first))
-            if lacks_any and (column, first) not in self._ahead:
+        for column, first in chunks_of(self._pages.all_columns()):
+            if (column, first) not in self._ahead:
                 self._unplanned.append((column, first))
+        self._is_lined_up = True
+        self._pass_over_held()
+
+    def admit_early(self, known: Iterable[Column]) -> None:
+        """The unit goes on, although of nothing but these columns is it known where the objects are."""
+        self._known = frozenset(known)
+
+    def learn(self, descriptors: Mapping[str, Descriptor | None]) -> None:
+        """Where the other objects are: what is left to read can be planned."""
+        known, self._known = self._known or frozenset(), None
+        self.descriptors.update(descriptors)
+        if self._is_lined_up:
+            self.loans.take(column for column in self._pages.all_columns() if column not in known)
+            self._pass_over_held()
+
+    def _pass_over_held(self) -> None:
+        """What is held already needs no plan."""
+        self._unplanned = deque(
+            (column, first)
+            for column, first in self._unplanned
+            if self._held.lacks_any(column, pages_of_chunk(self._pages.pages_of(column), first))
+        )
+        if self._known is not None:
+            return
         if self._share is Share.STREAMING and self._pages.pages:
             self._context.lender.lent_all = bool(self.loans.nbytes) and not self._unplanned and not self._ahead
         if not self._unplanned:
             self._finish_planning()
+
+    def _may_plan(self) -> bool:
+        return bool(self._unplanned) and (self._known is None or self._unplanned[0][0] in self._known)
 
     async def _be_granted(self) -> None:
         landing = self._context.landing
@@ -178,18 +220,18 @@ class UnitFetches:
         self._spare = Grant(new, segments)
 
     async def plan(self, turn: Turn) -> bool:
-        """Join or start the next few fetches, in the order in which they are wanted. False where none are left.
+        """Join or start the next few fetches, in the order in which they are wanted. False where none are, by now.
 
         Little by little, so that what has landed can be copied while later layers are planned.
         """
-        if not self._unplanned:
+        if not self._may_plan():
             return False
         await self._context.pacer.turn()
-        if not self._unplanned:  # all was let go meanwhile
+        if not self._may_plan():  # all was let go meanwhile
             return False
         self._turn = turn
         pages = nbytes = 0
-        while self._unplanned and pages < _WORTH_PAGES and nbytes < _WORTH_BYTES:
+        while self._may_plan() and pages < _WORTH_PAGES and nbytes < _WORTH_BYTES:
             column, first = self._unplanned.popleft()
             self._unqueued += self._assign(column, first)
             planned = len(pages_of_chunk(self._pages.pages_of(column), first))

@@ -13,7 +13,6 @@ import anyio.lowlevel
 
 from softload.context import Context
 from softload.fetches import Turn
-from softload.geometry.layout import layer_groups
 from softload.outcomes import PageStatus
 from softload.planning import Column
 from softload.unit_copies import AnyCopy, BegunCopies, UnitCopies
@@ -100,7 +99,7 @@ class UnitLayers:
 
     async def copy_target(self) -> None:
         """Copy layer by layer. `restored` says how much of it is there."""
-        left = deque(layer_groups(self._context.pools.num_layers))
+        left = deque(self._fetches.groups)
         step: _Step | None = None
         try:
             while left or self._ahead is not None:

@@ -26,6 +26,8 @@ class UnitProgress:
         self._request_id = request_id
         self._on_layers = on_layers
         self.admitted = asyncio.Event()
+        self.begun = asyncio.Event()
+        """Its first layers are in its slots, or it holds no layer up any more."""
         self.admitted_pages = 0
         self.layers = 0
         """Layers that are in its slots, for the pages that are good."""
@@ -48,6 +50,7 @@ class UnitProgress:
     def copied(self, layers: int) -> None:
         """Its first `layers` layers are in its slots."""
         self.layers = layers
+        self.begun.set()
         self._on_layers(self._request_id, layers)
 
     def fail(self, pages: int, status: PageStatus) -> None:
@@ -60,4 +63,5 @@ class UnitProgress:
 
     def end(self) -> None:
         """It holds no layer up any more."""
+        self.begun.set()
         self._on_layers(self._request_id, self._num_layers)

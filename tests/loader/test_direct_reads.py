@@ -26,6 +26,7 @@ from .harness import (
     arrived,
     assert_outcome,
     config,
+    end_time_of,
     eventually,
     is_of,
     keys,
@@ -130,13 +131,15 @@ async def test_other_loads_are_read(options: dict[str, Any]) -> None:
         await settle(loader)
 
 
-async def test_the_first_layers_are_not_asked_for_apart_where_nothing_has_to_be_read() -> None:
+async def test_the_first_layers_are_not_asked_for_apart_where_they_need_not_be_read_and_must_wait_for_all() -> None:
     pages = 40
     pools = make_pools(pages=2 * pages)
     elsewhere: list[str] = []
     recording = RecordingStore(Elsewhere(lending_store(), lambda key: key.endswith(tuple(elsewhere))))
     async with opened(recording, pools) as loader:
         await put(loader, pools, keys(pages))
+        assert loader._context is not None
+        loader._context.health.doubt_existence()  # else that all is there would be enough
         asked = []
         for groups in ([], [], ["g3"], [], []):  # a load is expected to be like the one before it
             elsewhere[:] = groups
@@ -469,9 +472,10 @@ async def test_a_deadline_while_the_rest_is_read_keeps_what_is_proven() -> None:
         key = object_keys(loader, pools, "k4")[1]
         bytes_of(memory, key)[9] ^= 1
         hanging.hold("read")
-        async with loader.load([pools.unit("a", keys(PAGES), range(PAGES), deadline=0.3)]) as handle:
+        async with loader.load([pools.unit("a", keys(PAGES), range(PAGES))]) as handle:
             await arrived(hanging, "read")
             bytes_of(memory, object_keys(loader, pools, "k2")[3])[9] ^= 1  # in a layer that comes later
+            end_time_of(loader, "a")
             outcome = (await handle.report()).outcomes["a"]
         assert_outcome(outcome, 2, PageStatus.TIMED_OUT)
         pools.assert_restored(keys(2), range(2))

@@ -54,20 +54,20 @@ ROWS = range(PAGES)
 
 
 def for_the_rest(object_keys: Sequence[str]) -> bool:
-    """For `HangingStore.hold`: the question for all objects but those of the first layers."""
+    """For `HangingStore.hold`: a question for all objects but those of the first layers."""
     return len(object_keys) == 3 * PAGES
 
 
-async def test_first_layers_are_read_before_the_rest_is_known_and_copied_after() -> None:
+async def test_first_layers_are_read_before_the_rest_is_known_to_be_there_and_copied_after() -> None:
     pools = make_pools(pages=2 * PAGES)
     recording = RecordingStore(store())
     hanging = HangingStore(recording)
     async with opened(hanging, pools) as loader:
         await put(loader, pools, keys(PAGES))
         recording.clear()
-        hanging.hold("descriptors", for_the_rest)
+        hanging.hold("exists", for_the_rest)
         async with loader.load([pools.unit("a", keys(PAGES), ROWS)]) as handle:
-            await arrived(hanging, "descriptors")
+            await arrived(hanging, "exists")
             await eventually(lambda: loader.statistics().bytes_loaded > 0)
             first = recording.keys_of("read")
             assert len(first) == PAGES and all(map(is_of(*keys(PAGES)), first))
@@ -124,6 +124,7 @@ async def test_what_is_read_ahead_of_a_cut_is_let_go(good: int) -> None:
     async with opened(lying, pools) as loader:
         await put(loader, pools, keys(PAGES))
         page = is_of(f"k{good}")
+        lying.lie("exists", page, False)
         lying.lie("descriptors", page, PageStatus.NOT_FOUND, skip=1)  # its first layer is there, the others are not
         async with loader.load([pools.unit("a", keys(PAGES), ROWS)]) as handle:
             assert (await handle.admitted())["a"] == good
@@ -142,9 +143,9 @@ async def test_a_page_that_fails_to_be_read_ahead_cuts_the_unit_before_it_is_adm
     async with opened(hanging, pools) as loader:
         await put(loader, pools, keys(PAGES))
         lying.lie("read", is_of("k5"), PageStatus.NOT_FOUND)
-        hanging.hold("descriptors", for_the_rest)
+        hanging.hold("exists", for_the_rest)
         async with loader.load([pools.unit("a", keys(PAGES), ROWS)]) as handle:
-            await arrived(hanging, "descriptors")
+            await arrived(hanging, "exists")
             await eventually(lambda: loader.statistics().bytes_loaded > 0)
             hanging.release()
             assert (await handle.admitted())["a"] == 5
@@ -162,7 +163,7 @@ async def test_a_load_that_ends_while_it_reads_ahead_leaves_nothing_behind(ends_
     hanging = HangingStore(store())
     async with opened(hanging, pools, stuck_threads=4) as loader:
         await put(loader, pools, keys(PAGES))
-        hanging.hold("descriptors", for_the_rest)
+        hanging.hold("exists", for_the_rest)
         hanging.hold("read")
         deadline = 0.3 if ends_by == "deadline" else None
         async with loader.load([pools.unit("a", keys(PAGES), ROWS, deadline=deadline)]) as handle:
