@@ -30,7 +30,7 @@ meanwhile, it waits for. No longer than that, so that a first layer that hangs c
 """
 
 _COPIED_ALONG = 1 << 20
-"""Fewer bytes are copied together with the next layers', where those have landed too."""
+"""Fewer bytes are copied together with the next layers', where those have landed too; nobody waits for no bytes."""
 
 
 class LayeredUnit(Protocol):
@@ -176,7 +176,7 @@ class UnitLayers:
         layers = left.popleft()
         copies = self._copies_of(layers)
         nbytes = sum(copy.nbytes for copy in copies)
-        while left and nbytes < _COPIED_ALONG and self._is_here(left[0], is_copying=True):
+        while left and 0 < nbytes < _COPIED_ALONG and self._is_here(left[0], is_copying=True):
             more = self._copies_of(left[0])
             nbytes += sum(copy.nbytes for copy in more)
             copies += more
