@@ -204,8 +204,7 @@ class UnitFetches:
         joined = self._join(wanted)  # before asking for room: room is made by freeing what nobody holds
         new = {key: size for key, size in wanted.items() if key not in joined} if joined else wanted
         if new and landing.sheds:
-            self._pages.limit(0, PageStatus.SHED)
-            self.prune()
+            self._shed()
             new = {}
         # Nothing to read waits for nobody: a miss is told at once, whoever queues for room.
         segments = landing.try_grant_runs(sizes_in_runs(new), self._share) if new else []
@@ -218,6 +217,14 @@ class UnitFetches:
             self._join(wanted)
             self.loans.take(self._pages.all_columns())
         self._spare = Grant(new, segments)
+
+    def _shed(self) -> None:
+        """Nothing more can be read: what is here, or lent, before the first page that lacks something stays."""
+        while lacking := [wanted for wanted in self._pages.needed() if self._held.at(*wanted) is None]:
+            for column, page in lacking:
+                self._pages.mark_bad(column, page, PageStatus.SHED)
+            self._pages.recut()
+        self.prune()
 
     async def plan(self, turn: Turn) -> bool:
         """Join or start the next few fetches, in the order in which they are wanted. False where none are, by now.

@@ -14,6 +14,7 @@ import structlog
 
 from softload import PageLoader, PageStatus, PageStore, events, lending, unit_copies, unit_layers
 from softload.geometry import DraftMode
+from softload.landing import LandingMemory
 from softload.lent_copies import copy_lent
 from softload.native_calls import CallSpan
 from softload.protocols import Descriptor
@@ -404,6 +405,29 @@ async def test_without_memory_for_what_was_not_proven_it_is_a_miss() -> None:
         assert_outcome(outcome, 2, PageStatus.CORRUPT)
         assert PageStatus.SHED in {page.status for page in outcome.pages}
         pools.assert_restored(keys(2), range(2))
+        await settle(loader)
+
+
+@pytest.mark.parametrize("draft", [None, DraftMode.SIDECAR])
+async def test_where_nothing_more_may_be_read_what_is_lent_before_it_stays(
+    draft: DraftMode | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pools = make_pools(draft=draft)
+    recording = RecordingStore(Elsewhere(lending_store(), is_of("k4")))
+    async with opened(recording, pools) as loader:
+        await put(loader, pools, keys(PAGES))
+        assert_outcome((await load(loader, pools.unit("a", keys(PAGES), range(PAGES))))["a"], PAGES)
+        pools.scramble()
+        recording.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(LandingMemory, "sheds", True)
+            outcome = (await load(loader, pools.unit("b", keys(PAGES), range(PAGES))))["b"]
+        assert_outcome(outcome, 4, PageStatus.SHED)
+        assert outcome.late_failure is None
+        assert outcome.draft_pages == (4 if draft else 0)
+        pools.assert_restored(keys(4), range(4))
+        pools.assert_rows_kept(range(4))
+        assert recording.count("read") == 0
         await settle(loader)
 
 
