@@ -10,7 +10,6 @@ import structlog
 
 from softload.stores import EmbeddedMooncakeStore
 
-
 pytest.register_assert_rewrite("softload.testing.store_suite", "softload.testing.lending_suite")
 
 

@@ -94,12 +94,16 @@ class UnitFetches:
         """Where the objects' bytes are, page after page."""
         return self._held.segments(column, pages)
 
-    def landed(self, columns: Iterable[Column], layers: range | None = None) -> bool:
+    def landed(self, columns: Iterable[Column], layers: range | None = None, *, is_copying: bool = False) -> bool:
         """Whether the bytes that the unit's good pages need, for `layers` or for all, are here and checked.
 
-        The unit itself asks, between its copies: so it does not copy any more from what was replaced meanwhile.
+        Args:
+            columns: those that hold them.
+            layers: all by default.
+            is_copying: whether the unit, which asks, copies meanwhile. Else it copies no more from what was replaced.
         """
-        self.leave_replaced()
+        if not is_copying:
+            self.leave_replaced()
         for column in columns:
             for _, _, fetch in self._held.spans(column, self._pages.pages_of(column)):
                 if fetch is None or not (fetch.landed if layers is None else fetch.landed_for(layers)):
@@ -212,8 +216,7 @@ class UnitFetches:
         joined = self._join(wanted)  # before asking for room: room is made by freeing what nobody holds
         new = {key: size for key, size in wanted.items() if key not in joined} if joined else wanted
         if new and landing.sheds:
-            self._pages.limit(0, PageStatus.SHED)
-            self.prune()
+            self._shed()
             new = {}
         # Nothing to read waits for nobody: a miss is told at once, whoever queues for room.
         segments = landing.try_grant_runs(sizes_in_runs(new), self._share) if new else []
@@ -226,6 +229,14 @@ class UnitFetches:
             self._join(wanted)
             self.loans.take(self._pages.all_columns())
         self._spare = Grant(new, segments)
+
+    def _shed(self) -> None:
+        """Nothing more can be read: what is here, or lent, before the first page that lacks something stays."""
+        while lacking := [wanted for wanted in self._pages.needed() if self._held.at(*wanted) is None]:
+            for column, page in lacking:
+                self._pages.mark_bad(column, page, PageStatus.SHED)
+            self._pages.recut()
+        self.prune()
 
     async def plan(self, turn: Turn) -> bool:
         """Join or start the next few fetches, in the order in which they are wanted. False where none are, by now.
@@ -286,8 +297,12 @@ class UnitFetches:
                     self._hold(Wanted(column, first), wanted)
 
     def read_refuted(self, refuted: Sequence[Refuted], turn: Turn) -> None:
-        """What was copied from where it lay was not proven: read it."""
-        self._is_marked |= self.loans.read(refuted, turn, self._share)
+        """What was copied from where it lay was not proven: read it, unless that is done, or under way, already."""
+
+        def join(column: Column, page: int) -> bool:
+            return self._join_some(column, page, page + 1) > 0
+
+        self._is_marked |= self.loans.read(refuted, turn, self._share, join)
         self._conclude()
 
     def split(self, old: Fetch, new: Sequence[Fetch]) -> None:
