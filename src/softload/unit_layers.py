@@ -92,7 +92,7 @@ class UnitLayers:
         left = deque(layer_groups(self._context.pools.num_layers))
         while left:
             layers = left.popleft()
-            idle = _HEAD_START if not layers.start and self._fetches.reads_ahead else 0.0
+            idle = _HEAD_START if not layers.start and self._fetches.is_granted else 0.0
             await self._unit.until(partial(self._is_here, layers), idle)
             if self._wants.pages:
                 refused = await self._copies.wait_for_engine()
