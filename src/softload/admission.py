@@ -51,7 +51,7 @@ class Steps:
         on_ahead: told where these are, on the loop.
         on_there: told, on the loop, where all are there and leased; ``None`` where that is not enough.
         there_first: whether to find that out before it is asked where the first ones are, or else after it.
-        before_rest: awaited after both, before it is asked where the others are.
+        before_rest: awaited, in the latter case, before it is asked where the others are.
     """
 
     ahead: int
@@ -131,11 +131,12 @@ async def _ask_in_slices(
     def begin() -> list[Descriptor | PageStatus]:
         if steps is None or not first:
             return ask(keys)
-        may_wait = steps.there_first and are_there(keys)
+        if steps.there_first:
+            are_there(keys)
         found = ask(first)
         if is_wanted:
             tell_loop(loop, steps.on_ahead, dict(zip(first, found, strict=True)))
-        may_wait = may_wait or (not steps.there_first and are_there(rest))
+        may_wait = not steps.there_first and are_there(rest)
         return found if may_wait else found + ask(rest)
 
     try:
