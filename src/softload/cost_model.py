@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 
 from softload.protocols import Clock
 
-__all__ = ["CostModel", "Costs", "Way", "best_way", "stall"]
+__all__ = ["CostModel", "Costs", "SharedTime", "Way", "best_way", "stall"]
 
-_FORGET = 0.8
+_FORGET = 0.85
 """Weight that a sample keeps when the next one comes."""
 
 _HALF_LIFE = 30.0
@@ -60,12 +60,12 @@ _EXPECTED_START = Costs(30e-6, 1e-3)
 
 @dataclass(frozen=True, slots=True)
 class _Fit:
-    """Least squares of relative errors with two unknowns, held to what is expected by a small weight.
+    """Least squares of errors over seconds with two unknowns, held to what is expected by a small weight.
 
     Args:
         at: when the last sample came.
         weight: of all samples.
-        moments: sums over them: of items and of bytes a second, squared, their product, and both as they are.
+        moments: sums over them: of items and of bytes, squared, and of their product, all three a second; and of both.
     """
 
     at: float = 0.0
@@ -78,11 +78,14 @@ class _Fit:
         return _Fit(now, self.weight * share, (aa * share, bb * share, ab * share, a * share, b * share))
 
     def with_sample(self, items: int, nbytes: int, seconds: float) -> _Fit:
-        # Of relative errors: a call of whatever size weighs the same, and one that took much longer than such calls do
-        # weighs little. First reads touch memory that was never touched, and any may be held up by others.
+        # Squares of errors over seconds: what a call that took much longer than such calls do adds is little. First
+        # reads touch memory that was never touched, and any may be held up by others. Were it squares of relative
+        # errors, the fastest calls alone would count, and sums of calls would come out too short.
         x, y = items / seconds, nbytes / seconds
         aa, bb, ab, a, b = self.moments
-        return _Fit(self.at, self.weight + 1.0, (aa + x * x, bb + y * y, ab + x * y, a + x, b + y))
+        return _Fit(
+            self.at, self.weight + 1.0, (aa + items * x, bb + nbytes * y, ab + items * y, a + items, b + nbytes)
+        )
 
     def solve(self, expected: Costs) -> Costs:
         aa, bb, ab, a, b = self.moments
@@ -130,7 +133,7 @@ class CostModel:
             ranged: whether ranges were read.
             items: objects, or ranges.
             nbytes: bytes in all.
-            seconds: what it took, divided by how many ran at a time: its part of what the machine did.
+            seconds: its part of the time, as `SharedTime` has it.
         """
         seconds = max(seconds, 1e-7)
         known = self._endpoints.pop(endpoint, None) or _Endpoint()
@@ -172,6 +175,27 @@ def stall(steps: Sequence[tuple[int, float, float]], layer_seconds: float) -> fl
     return waited
 
 
+class SharedTime:
+    """A clock for what several do at a time: while `n` are at work, it goes an `n`-th as fast as the others.
+
+    What passed on it from the start to the end of a call is the call's part of the time; the parts of all calls add up
+    to the time in which there was any.
+    """
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._at = clock()
+        self._now = 0.0
+        self._running = 1
+
+    def now(self, running: int) -> float:
+        """The time, seconds; from now on so many are at work."""
+        at = self._clock()
+        self._now += (at - self._at) / self._running
+        self._at, self._running = at, max(1, running)
+        return self._now
+
+
 @dataclass(frozen=True, slots=True)
 class Way:
     """A way to read: the layers of each part, none for whole objects; and how long a forward should wait with it."""
@@ -195,7 +219,7 @@ def best_way(
         groups: the groups of layers that are copied one after another, in order; those of which nothing is read are
             left out, since nobody waits for them.
         whole_seconds: what whole objects take to read.
-        part_seconds: what the ranges of some layers take.
+        part_seconds: what the ranges of some layers take: together no more than apart.
         copy_seconds: what the copy of some layers into their slots takes.
         layer_seconds: what the forward takes for a layer; 0 where all of it is wanted as soon as possible.
         start_seconds: what goes before the first range is read.
@@ -209,6 +233,12 @@ def best_way(
     best = Way((), whole)
     bound = _MARGIN * whole
     reads: dict[tuple[int, int], float] = {}
+    seen: list[list[tuple[float, float, float]]] = [[] for _ in groups]
+
+    def part(first: int, stop: int) -> float:
+        if (first, stop) not in reads:
+            reads[first, stop] = part_seconds(range(groups[first].start, groups[stop - 1].stop))
+        return reads[first, stop]
 
     def search(first: int, read: float, copied: float, waited: float, parts: tuple[range, ...]) -> None:
         """All ways to read what is left from group `first` on, that could still be the best."""
@@ -216,17 +246,19 @@ def best_way(
         if first == len(groups):
             best, bound = Way(parts, waited), waited
             return
+        if any(a <= read and b <= copied and c <= waited for a, b, c in seen[first]):
+            return  # there is a way to get as far that is no worse in anything
+        seen[first].append((read, copied, waited))
+        if read + part(first, len(groups)) + copies[-1] - starts[-1] >= bound:
+            return  # even the last layers would come too late
         for stop in range(first + 1, len(groups) + (first > 0)):  # all in one part is no choice
-            layers = range(groups[first].start, groups[stop - 1].stop)
-            if (first, stop) not in reads:
-                reads[first, stop] = part_seconds(layers)
-            there = read + reads[first, stop]
+            there = read + part(first, stop)
             now, wait = copied, waited
             for index in range(first, stop):
                 now = max(now, there) + copies[index]
                 wait = max(wait, now - starts[index])
             if wait < bound:
-                search(stop, there, now, wait, (*parts, layers))
+                search(stop, there, now, wait, (*parts, range(groups[first].start, groups[stop - 1].stop)))
 
     search(0, start_seconds, 0.0, 0.0, ())
     return best

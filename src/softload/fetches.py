@@ -279,8 +279,10 @@ class ReadCall:
 
     __slots__ = (
         "alarm",
+        "counted",
         "endpoint",
         "expected",
+        "is_first",
         "live",
         "master_answered",
         "native",
@@ -288,27 +290,31 @@ class ReadCall:
         "parts",
         "ranged",
         "relied_on",
-        "running",
         "session_starts",
         "timed_out",
+        "work_at",
     )
 
-    def __init__(self, endpoint: str, parts: list[Part], *, ranged: bool) -> None:
+    def __init__(self, endpoint: str, parts: list[Part], *, ranged: bool, is_first: bool = False) -> None:
         self.endpoint = endpoint
         self.parts = parts
         self.ranged = ranged
+        self.is_first = is_first
+        """Whether it brings a unit's first layers: no other of its endpoint runs until they are checked."""
         self.live: list[Part] = []
         self.relied_on: set[Part] = set()
         """Live parts that somebody waits for, and has nothing else to wait for."""
         self.expected = 0.0
-        self.running = 1
-        """Reads under way when it started, this one among them."""
+        self.work_at = 0.0
+        """When it started, on the clock of `SharedTime`."""
         self.session_starts = 0
         """Sessions started by then: which of them it relied on."""
         self.alarm: asyncio.TimerHandle | None = None
         self.overdue = False
         """Whether it takes much longer than such a call should. Set by the alarm, so that all agree on it."""
         self.timed_out = False
+        self.counted = False
+        """Whether it was one of its endpoint's outcomes when it timed out."""
         self.master_answered: bool | None = None
         """Whether the master did when it was asked for proof; ``None`` where it was not."""
         self.native: NativeCall[ReadAnswers] | None = None

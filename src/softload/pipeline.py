@@ -92,6 +92,8 @@ class UnitRun:
         self._reason = PageStatus.TIMED_OUT
         self.is_cancelled = False
         self._reserved = False
+        self._is_lacking = False
+        """Whether some of its first layers' objects cannot be read."""
         self._is_early = False
         """Admitted on the store's word that all of it is there: where the others are than the first layers follows."""
         self.outcome: UnitOutcome | None = None
@@ -196,7 +198,7 @@ class UnitRun:
         Where its objects are, and that they are what they must be, is told by `read_ahead` and `decide` before they are
         read. What is wrong with them then is a late failure.
         """
-        if self.decided.is_set() or self.is_cancelled or not self.first_columns():
+        if self.decided.is_set() or self.is_cancelled or self._is_lacking or not self.first_columns():
             return False
         self._fetches.announce()
         if not (self._fetches.is_granted or self._fetches.reserve()):
@@ -238,9 +240,11 @@ class UnitRun:
         if not columns:  # others of its load are simple
             return
         found = readable(self._context, columns, answers, endpoints)
-        if found is not None:
-            self._fetches.read_ahead(columns, found, self._turn)
-            self.wake()
+        if found is None:
+            self._is_lacking = True
+            return
+        self._fetches.read_ahead(columns, found, self._turn)
+        self.wake()
 
     def take_over(self, source: UnitRun) -> None:
         """PLACE: hold what a prefetch landed.

@@ -10,7 +10,10 @@ from softload.outcomes import PageStatus, SaveStatus
 from softload.protocols import PutRefusal
 from softload.store_calls import StoreCalls
 
-__all__ = ["put"]
+__all__ = ["Puts", "put", "start_all", "write"]
+
+Puts = tuple[list[SaveStatus], list[PageStatus]]
+"""What became of each object, and how the master answered the start where it did not take an object."""
 
 _FULL_PAUSES = (0.02, 0.05)
 """Before an object that a full store refused is offered again."""
@@ -22,36 +25,45 @@ _STATUSES: dict[PutRefusal | PageStatus, SaveStatus] = {
 }
 
 
-def put(
-    calls: StoreCalls, keys: Sequence[str], segments: Sequence[Segment]
-) -> tuple[list[SaveStatus], list[PageStatus]]:
-    """Write one object from each segment. Blocks; also for a moment where the store is full.
+def put(calls: StoreCalls, keys: Sequence[str], segments: Sequence[Segment]) -> Puts:
+    """Write one object from each segment. Blocks; also for a moment where the store is full."""
+    statuses, failures = _start(calls, keys, [segment.nbytes for segment in segments])
+    started = [index for index, status in enumerate(statuses) if status is SaveStatus.SAVED]
+    written = write(calls, [keys[index] for index in started], [segments[index] for index in started])
+    for index, status in zip(started, written, strict=True):
+        statuses[index] = status
+    return statuses, failures
 
-    Returns:
-        what became of each object, and how the master answered the start where it did not take an object.
-    """
-    answers = calls.put_start(keys, [segment.nbytes for segment in segments])
+
+def start_all(calls: StoreCalls, keys: Sequence[str], sizes: Sequence[int]) -> Puts:
+    """Start the puts of many objects, for `write` to end. Where the store is too full for all of them, of none."""
+    statuses, failures = _start(calls, keys, sizes)
+    if SaveStatus.STORE_FULL in statuses:
+        calls.put_revoke([key for key, status in zip(keys, statuses, strict=True) if status is SaveStatus.SAVED])
+        statuses = [SaveStatus.STORE_FULL if status is SaveStatus.SAVED else status for status in statuses]
+    return statuses, failures
+
+
+def write(calls: StoreCalls, keys: Sequence[str], segments: Sequence[Segment]) -> list[SaveStatus]:
+    """Write and end objects whose puts were started. Blocks."""
+    written = calls.put_write(keys, [segment.pointer for segment in segments], [segment.nbytes for segment in segments])
+    good = [key for key, answer in zip(keys, written, strict=True) if answer is PageStatus.LOADED]
+    ended = zip(good, calls.put_end(good), strict=True)
+    saved = {key for key, answer in ended if answer is PageStatus.LOADED}
+    calls.put_revoke([key for key in keys if key not in saved])
+    return [SaveStatus.SAVED if key in saved else SaveStatus.FAILED for key in keys]
+
+
+def _start(calls: StoreCalls, keys: Sequence[str], sizes: Sequence[int]) -> Puts:
+    answers = calls.put_start(keys, sizes)
     for pause in _FULL_PAUSES:
         # A refusal is what makes the store evict: a moment later there is room.
         full = [index for index, answer in enumerate(answers) if answer is PutRefusal.FULL]
         if not full:
             break
         time.sleep(pause)
-        again = calls.put_start([keys[index] for index in full], [segments[index].nbytes for index in full])
+        again = calls.put_start([keys[index] for index in full], [sizes[index] for index in full])
         for index, answer in zip(full, again, strict=True):
             answers[index] = answer
     failures = [answer for answer in answers if isinstance(answer, PageStatus)]
-    statuses = [_STATUSES.get(answer, SaveStatus.FAILED) for answer in answers]
-    started = [index for index, status in enumerate(statuses) if status is SaveStatus.SAVED]
-    written = calls.put_write(
-        [keys[index] for index in started],
-        [segments[index].pointer for index in started],
-        [segments[index].nbytes for index in started],
-    )
-    good = [index for index, answer in zip(started, written, strict=True) if answer is PageStatus.LOADED]
-    ended = dict(zip(good, calls.put_end([keys[index] for index in good]), strict=True))
-    failed = [index for index in started if ended.get(index) is not PageStatus.LOADED]
-    calls.put_revoke([keys[index] for index in failed])
-    for index in failed:
-        statuses[index] = SaveStatus.FAILED
-    return statuses, failures
+    return [_STATUSES.get(answer, SaveStatus.FAILED) for answer in answers], failures

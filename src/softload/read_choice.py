@@ -11,7 +11,7 @@ import numpy as np
 from softload.config import Layout, ReadMode
 from softload.context import Context
 from softload.cost_model import best_way
-from softload.geometry.layout import ObjectSpec, layer_groups
+from softload.geometry.layout import ObjectSpec, layer_groups, range_groups
 from softload.planning import Column
 from softload.protocols import Descriptor
 from softload.unit_pages import UnitPages
@@ -48,11 +48,10 @@ def parts_to_read(
         layer_seconds: what the forward takes for a layer; ``None`` where nobody waits for single layers.
     """
     config = context.config
-    groups = layer_groups(context.pools.num_layers)
     if config.layout is not Layout.PAGE or config.read_mode is ReadMode.WHOLE:
         return ()
     if config.read_mode is ReadMode.RANGES:
-        return groups
+        return layer_groups(context.pools.num_layers)
     if layer_seconds is None:
         return ()
     work = _work(wants, descriptors, unread)
@@ -81,6 +80,7 @@ def parts_to_read(
     if whole_seconds < _WORTH_SECONDS:
         return ()
     # Nobody waits for layers of which nothing is read.
+    groups = range_groups(context.pools.num_layers)
     waited = [group for group in groups if any(ranges_in(column.spec, group)[1] for column, _ in work)]
     parts = best_way(
         waited,

@@ -27,7 +27,7 @@ def execute_read(calls: StoreCalls, call: ReadCall, integrity: Integrity) -> Rea
     keys = [key for part in parts for key in part.fetch.keys]
     statuses = _read_ranges(calls, keys, parts) if call.ranged else _read(calls, keys, parts)
     native = call.native
-    if native is not None and not native.alone and sum(part.nbytes for part in parts) >= _WORTH_BYTES:
+    if native is not None and not call.is_first and sum(part.nbytes for part in parts) >= _WORTH_BYTES:
         native.step_aside()  # the endpoint is free: its next call need not wait for the checks
     replaced: dict[int, Descriptor] = {}
     tailed = all(part.fetch.tailed for part in parts)  # or none of them: that is the layout's

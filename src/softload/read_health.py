@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from softload.cost_model import CostModel
+from softload.cost_model import CostModel, SharedTime
 from softload.fetches import Fetch, PartState, ReadCall
 from softload.health import MAX_ENDPOINTS, Health
 from softload.outcomes import PageStatus
@@ -20,6 +20,9 @@ _CALL_SECONDS = 0.002
 _NOT_REFUTED = (PageStatus.SHED, PageStatus.CANCELLED, PageStatus.STORE_UNREACHABLE, PageStatus.MALFORMED)
 """Failures that say nothing about the key."""
 
+_BROUGHT = {PageStatus.LOADED, PageStatus.CORRUPT}
+"""Bytes came from the endpoint, whatever they are worth: it answers."""
+
 
 class ReadHealth:
     """Judges the reads of one loader.
@@ -34,9 +37,16 @@ class ReadHealth:
         self._counters = counters
         self._rates: dict[str, float] = {}
         self.costs = CostModel(MAX_ENDPOINTS)
+        self._work = SharedTime()
 
-    def expect(self, call: ReadCall) -> None:
-        """Say how long a call that starts now should take."""
+    def expect(self, call: ReadCall, *, running: int) -> None:
+        """Say how long a call that starts now should take.
+
+        Args:
+            call: it.
+            running: reads under way from now on, this one among them.
+        """
+        call.work_at = self._work.now(running)
         nbytes = sum(part.nbytes for part in call.live)
         call.expected = _CALL_SECONDS + nbytes / self._rates.get(call.endpoint, _FIRST_RATE)
 
@@ -46,8 +56,9 @@ class ReadHealth:
         Args:
             call: it.
             statuses: of its parts.
-            running: reads under way until now, this one among them.
+            running: reads that are still under way.
         """
+        seconds = self._work.now(running) - call.work_at
         assert call.native is not None
         if PageStatus.STORE_UNREACHABLE in statuses or call.master_answered is False:
             self._health.record_master([PageStatus.STORE_UNREACHABLE])
@@ -55,33 +66,27 @@ class ReadHealth:
             self._health.record_master([])
         breaker = self._health.endpoint(call.endpoint)
         if call.timed_out:  # counted when its waiters gave up
-            if PageStatus.LOADED in statuses:
+            if not _BROUGHT.isdisjoint(statuses):
                 breaker.came_late(call.native.elapsed())
             return
         if PageStatus.TRANSFER_FAILED in statuses or PageStatus.MALFORMED in statuses:
             breaker.record(False, started_at=call.native.started_at)
-        elif PageStatus.LOADED in statuses:
+        elif not _BROUGHT.isdisjoint(statuses):
             breaker.record(True, started_at=call.native.started_at)
             nbytes = sum(part.nbytes for part in call.live)
             rate = nbytes / max(call.native.elapsed(), 1e-6)
             known = self._rates.pop(call.endpoint, rate)
             self._rates[call.endpoint] = known + 0.2 * (rate - known)
             if not call.overdue and statuses.count(PageStatus.LOADED) == len(statuses):
-                self._record_cost(call, running)
+                self.costs.record(
+                    call.endpoint,
+                    ranged=call.ranged,
+                    items=sum(len(part.ranges) or part.fetch.count for part in call.live),
+                    nbytes=nbytes,
+                    seconds=seconds,
+                )
             if len(self._rates) > MAX_ENDPOINTS:  # the one that was read from longest ago
                 del self._rates[next(iter(self._rates))]
-
-    def _record_cost(self, call: ReadCall, running: int) -> None:
-        """What a good call took; others that were beside it took their part of the time."""
-        assert call.native is not None and call.native.started_at is not None
-        beside = (call.running + running) / 2
-        self.costs.record(
-            call.endpoint,
-            ranged=call.ranged,
-            items=sum(len(part.ranges) or part.fetch.count for part in call.live),
-            nbytes=sum(part.nbytes for part in call.live),
-            seconds=(call.native.ended_at - call.native.started_at) / beside,
-        )
 
     def time_out(self, fetch: Fetch) -> None:
         """Somebody gave a fetch up because its bytes did not come in time.
@@ -97,9 +102,11 @@ class ReadHealth:
                 if is_first:
                     call.timed_out = True
                     self._counters.timed_out_calls += 1
-                    if call.endpoint not in part.suspects and call.native is not None:
-                        breaker.record(False, started_at=call.native.started_at)
-                part.suspects.add(call.endpoint)
+                # A call of several loads counts for the first of them that has not counted one yet, and for no other.
+                if not call.counted and call.endpoint not in part.suspects and call.native is not None:
+                    call.counted = True
+                    part.suspects.add(call.endpoint)
+                    breaker.record(False, started_at=call.native.started_at)
                 if breaker.is_open:
                     self._health.refuse(fetch.keys, call.endpoint, PageStatus.TIMED_OUT)
                 elif is_first and call.native is not None:

@@ -37,6 +37,9 @@ _log = structlog.get_logger(__name__)
 _TOGETHER_BYTES = 4 << 20
 """Units whose turn it is are read from together up to so much: a call of their own takes longer than so few bytes."""
 
+_LANES_IN_ORDER = 2
+"""With as many for an endpoint, or fewer, its ranged reads go one at a time, each while the last one is checked."""
+
 
 class Reader:
     """All reads of one loader.
@@ -77,7 +80,7 @@ class Reader:
         self._seconds = SecondReads(self, landing, health, counters)
         self._turn = 0.0
         self._queued: dict[tuple[str, float, bool], ReadCall] = {}
-        """Calls that no thread has yet, by endpoint, turn, and whether they run alone there: the last of each."""
+        """Calls that no thread has yet, by endpoint, turn, and whether they are the first: the last of each."""
         self._together = (min(config.read_batch_bytes, _TOGETHER_BYTES), config.read_batch_objects)
         lanes, stuck = config.read_lanes, config.stuck_threads
         self.group = CallGroup("read", width=lanes, max_stuck=stuck, at_a_time=config.endpoint_lanes)
@@ -218,15 +221,17 @@ class Reader:
             max_objects=self._config.read_batch_objects,
             count=lambda part: part.fetch.count,
         )
-        alone = {endpoint for endpoint, _ in batches} if turn.is_first else set()
+        first = {endpoint for endpoint, _ in batches} if turn.is_first else set()
+        # Ranges come over a connection also from this process, and two such reads make the earlier layers later.
+        in_order = ranged and self._config.endpoint_lanes <= _LANES_IN_ORDER
         turn.is_first = turn.is_first and not batches
         for endpoint, items in batches:
             turn.tag = max(turn.tag, self._turn) + 1.0
             for part in items:
                 part.suspects = turn.suspects
-            place = (endpoint, turn.tag, endpoint in alone)
-            alone.discard(endpoint)
-            call, queued = ReadCall(endpoint, items, ranged=ranged), self._queued.get(place)
+            place = (endpoint, turn.tag, endpoint in first)
+            first.discard(endpoint)
+            call, queued = ReadCall(endpoint, items, ranged=ranged, is_first=place[2]), self._queued.get(place)
             if queued is not None and not self.group.saturated and queued.take_in(call, *self._together):
                 continue
             native = NativeCall(
@@ -235,7 +240,7 @@ class Reader:
                 prepare=lambda call=call: self._prepare(call),  # type: ignore[misc]
                 priority=turn.tag,
                 kind=endpoint,
-                alone=place[2],
+                alone=call.is_first or in_order,
             )
             native.label = call.label
             call.native = native
@@ -250,7 +255,7 @@ class Reader:
         """On the loop, right before a thread gets the call: what nobody wants any more is not read."""
         assert (native := call.native) is not None
         self._turn = max(self._turn, native.priority)
-        place = (call.endpoint, native.priority, native.alone)
+        place = (call.endpoint, native.priority, call.is_first)
         if self._queued.get(place) is call:
             del self._queued[place]
         live = [part for part in leaves(call.parts) if part.state is PartState.QUEUED and part.fetch.listeners]
@@ -266,9 +271,8 @@ class Reader:
             part.fetch.segment.state = SegmentState.IN_FLIGHT
         if live:
             call.live, call.relied_on = live, set(live)
-            call.running = self.group.running + 1
             call.session_starts = self._ranged.session_starts
-            self._health.expect(call)
+            self._health.expect(call, running=self.group.running + 1)
             self._seconds.watch(call)
         return bool(live)
 
@@ -280,7 +284,7 @@ class Reader:
         answers = native.value or ReadAnswers([PageStatus.MALFORMED] * sum(part.fetch.count for part in call.live))
         if native.error is not None and not isinstance(native.error, RefusedError):
             self._log.tell(_log.error, events.STORE_RAISED, error=repr(native.error))
-        self._health.record(call, answers.statuses, running=self.group.running + 1)
+        self._health.record(call, answers.statuses, running=self.group.running)
         again: list[Part] = []
         landed: dict[FetchListener, None] = {}
         place, left = 0, list(reversed(call.live))

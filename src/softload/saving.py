@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,10 +19,12 @@ from softload.geometry.group import ResolvedComponent
 from softload.integrity import write_tail
 from softload.landing import Segment, SegmentState, Share
 from softload.native_calls import NativeCall, RefusedError
-from softload.outcomes import PageSave, PageStatus, SaveOutcome, SaveReport, SaveStatus
+from softload.outcomes import SaveReport, SaveStatus
+from softload.placing import Placement, Places
 from softload.planning import Column, check_distinct, unit_parts
-from softload.puts import put
+from softload.puts import Puts, put, write
 from softload.request_log import RequestLog
+from softload.save_objects import SaveObject, by_column, first_pages, outcome_of, slices
 from softload.transfer import Fence, TransferUnit
 
 __all__ = ["Saver"]
@@ -34,35 +36,9 @@ _ENDPOINT = "saves"
 
 _GRANT_SECONDS = 0.05
 
-_WORST = (
-    SaveStatus.REFUSED,
-    SaveStatus.FAILED,
-    SaveStatus.TIMED_OUT,
-    SaveStatus.STORE_FULL,
-    SaveStatus.SHED,
-    SaveStatus.SUPPRESSED,
-    SaveStatus.SAVED,
-    SaveStatus.PRESENT,
-)
-
-
-@dataclass(slots=True, eq=False)
-class _Object:
-    """One object of one page that is to be saved."""
-
-    column: Column
-    page: int
-    status: SaveStatus | None = None
-    done: anyio.Event | None = None
-    """Set once the status is known; ``None`` for what this call does not write."""
-
-    @property
-    def key(self) -> str:
-        return self.column.keys[self.page]
-
-    @property
-    def size(self) -> int:
-        return self.column.spec.size
+_PLACED_BYTES = 128 << 20
+_PLACED_OBJECTS = 1024
+"""Of a unit, for which places are asked for at a time: pages enough for copies that take longer than to begin them."""
 
 
 class _EngineError(Exception):
@@ -98,7 +74,7 @@ class _UnitSave:
 
     unit: TransferUnit
     components: Sequence[ResolvedComponent]
-    objects: Sequence[_Object]
+    objects: Sequence[SaveObject]
     until: float
 
 
@@ -107,8 +83,9 @@ class Saver:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._under_way: dict[str, _Object] = {}
+        self._under_way: dict[str, SaveObject] = {}
         self._running: set[anyio.Event] = set()
+        self._places = Places(context.calls, context.writes, context.health)
 
     async def save(
         self, units: Sequence[TransferUnit], staged: Callable[[TransferUnit], object] = lambda _: None
@@ -137,9 +114,10 @@ class Saver:
         """Wait for the saves that are under way."""
         for ended in list(self._running):
             await ended.wait()
+        await self._places.wait_idle()
 
     def _report(self, plans: Sequence[_UnitSave]) -> SaveReport:
-        outcomes = {plan.unit.request_id: _outcome(plan.unit, plan.components, plan.objects) for plan in plans}
+        outcomes = {plan.unit.request_id: outcome_of(plan.unit, plan.components, plan.objects) for plan in plans}
         for outcome in outcomes.values():
             self._context.counters.saves.update(page.status for page in outcome.pages)
         saved = sum(
@@ -166,7 +144,7 @@ class Saver:
                 )
         shortcut = self._shortcut()
         objects = [
-            _Object(column, page, shortcut if good else SaveStatus.REFUSED)
+            SaveObject(column, page, shortcut if good else SaveStatus.REFUSED)
             for column in all_columns
             for page, good in enumerate(allowed[column.pool.name, any(f.draft for f in column.spec.fragments)])
             if column.rows is not None and column.rows[page] >= 0  # pages before a trailing window may have no slots
@@ -194,6 +172,7 @@ class Saver:
         context = self._context
         mine, shared = [], []
         done = anyio.Event()
+        placement = Placement(self._places)
         otherwise = SaveStatus.TIMED_OUT
         for item in objects:
             other = self._under_way.get(item.key)
@@ -208,9 +187,15 @@ class Saver:
                 if mine and unit.ready is not None:
                     fence = unit.ready
                     await self._wait_for_engine(unit.request_id, fence)
-                batches = list(self._batches(mine))
-                for left, batch in zip(range(len(batches) - 1, -1, -1), batches, strict=True):
-                    await self._save_batch(batch, (lambda: None) if left else partial(staging.tell, unit.request_id))
+                left = mine
+                while left:
+                    some = await self._place(left, placement)
+                    left = left[len(some) :]
+                    batches = self._batches([item for item in some if item.status is None])
+                    for batch in batches:
+                        is_last = not left and batch is batches[-1]
+                        staged = partial(staging.tell, unit.request_id) if is_last else lambda: None
+                        await self._save_batch(batch, placement, staged)
                 for item, other in shared:
                     if other.status is None and other.done is not None:
                         await other.done.wait()
@@ -223,6 +208,7 @@ class Saver:
             for item in objects:
                 if item.status is None:
                     item.status = otherwise
+            placement.end()
             for item in mine:
                 del self._under_way[item.key]
             done.set()
@@ -243,29 +229,34 @@ class Saver:
             self._context.log.tell(_log.error, events.FENCE_RAISED, request_id=request_id, error=repr(error))
             raise _EngineError from error
 
-    def _batches(self, objects: Sequence[_Object]) -> Iterable[list[_Object]]:
+    async def _place(self, objects: Sequence[SaveObject], placement: Placement) -> Sequence[SaveObject]:
+        """Take places for the first pages of these objects, where that is of use. Which objects these are.
+
+        All of them, without a place, where there is none: what is then saved of them page after page is a prefix.
+        """
+        if placement.is_refused or not self._context.lender.is_wanted or len(self._batches(objects)) < 2:
+            return objects
+        some = first_pages(objects, _PLACED_BYTES, _PLACED_OBJECTS)
+        placed = [item for items in by_column(some).values() for item in items]
+        statuses = await placement.start([item.key for item in placed], [item.size for item in placed])
+        if placement.is_refused:
+            return objects
+        for item, status in zip(placed, statuses, strict=True):
+            item.status = None if status is SaveStatus.SAVED else status
+        return some
+
+    def _batches(self, objects: Sequence[SaveObject]) -> list[list[SaveObject]]:
         config = self._context.config
         limit = max(1, min(config.read_batch_bytes, self._context.landing.limit(Share.SAVE) // 4))
-        batch: list[_Object] = []
-        total = 0
-        for item in objects:
-            if batch and (total + item.size > limit or len(batch) >= config.read_batch_objects):
-                yield batch
-                batch, total = [], 0
-            batch.append(item)
-            total += item.size
-        if batch:
-            yield batch
+        return slices(objects, limit, config.read_batch_objects)
 
-    async def _save_batch(self, batch: list[_Object], staged: Callable[[], object]) -> None:
+    async def _save_batch(self, batch: list[SaveObject], placement: Placement, staged: Callable[[], object]) -> None:
         landing = self._context.landing
         await anyio.lowlevel.checkpoint_if_cancelled()
         await self._context.pacer.turn()
-        by_column: dict[Column, list[_Object]] = {}
-        for item in batch:
-            by_column.setdefault(item.column, []).append(item)
-        ordered = [item for items in by_column.values() for item in items]
-        sizes = [(items[0].size, len(items)) for items in by_column.values()]
+        columns = by_column(batch)
+        ordered = [item for items in columns.values() for item in items]
+        sizes = [(items[0].size, len(items)) for items in columns.values()]
         segments = None
         with anyio.move_on_after(_GRANT_SECONDS):
             segments = await landing.grant(sizes, Share.SAVE)
@@ -275,21 +266,21 @@ class Saver:
             return
         is_staged = False
         try:
-            await self._stage(by_column, segments)
+            await self._stage(columns, segments)
             staged()
             is_staged = True
         finally:
             if not is_staged:
                 for segment in segments:
                     landing.release(segment)
-        await self._write(ordered, segments)
+        await self._write(ordered, segments, placement)
 
-    async def _stage(self, by_column: dict[Column, list[_Object]], segments: Sequence[Segment]) -> None:
+    async def _stage(self, columns: dict[Column, list[SaveObject]], segments: Sequence[Segment]) -> None:
         """STAGING: copy out of the slots; once it is done they are the engine's again."""
         copies: list[Copy] = []
         tails: list[tuple[str, Segment]] = []
         first = 0
-        for column, items in by_column.items():
+        for column, items in columns.items():
             mine = segments[first : first + len(items)]
             first += len(items)
             copies += copies_out(column, mine, [item.page for item in items])
@@ -312,17 +303,22 @@ class Saver:
             self._context.log.tell(_log.error, events.COPY_FAILED, objects=len(tails), error=repr(error))
             raise _EngineError from error
 
-    async def _write(self, batch: Sequence[_Object], segments: Sequence[Segment]) -> None:
+    async def _write(self, batch: Sequence[SaveObject], segments: Sequence[Segment], placement: Placement) -> None:
         context = self._context
         keys = [item.key for item in batch]
+        is_placed = keys[0] in placement
         returned = anyio.Event()
 
         def started() -> bool:
+            placement.take(keys)
             for segment in segments:
                 segment.state = SegmentState.IN_FLIGHT
             return True
 
-        def release(call: NativeCall[tuple[list[SaveStatus], list[PageStatus]]]) -> None:
+        def run() -> Puts:
+            return (write(context.calls, keys, segments), []) if is_placed else put(context.calls, keys, segments)
+
+        def release(call: NativeCall[Puts]) -> None:
             for segment in segments:
                 context.landing.release(segment)
             statuses, failures = call.value or ([SaveStatus.FAILED] * len(batch), [])
@@ -335,7 +331,7 @@ class Saver:
                     context.counters.bytes_saved += item.size
             returned.set()
 
-        call = NativeCall(lambda: put(context.calls, keys, segments), release, prepare=started)
+        call = NativeCall(run, release, prepare=started)
         try:
             context.writes.submit(call)
             await returned.wait()
@@ -349,30 +345,3 @@ class Saver:
                     for item, segment in zip(batch, segments, strict=True):
                         item.status = SaveStatus.TIMED_OUT
                         context.landing.quarantine(segment, _ENDPOINT)
-
-
-def _outcome(unit: TransferUnit, components: Sequence[ResolvedComponent], objects: Sequence[_Object]) -> SaveOutcome:
-    worst: dict[tuple[str, int], SaveStatus] = {}
-    drafted: dict[int, bool] = {}
-    for item in objects:
-        assert item.status is not None
-        where = (item.column.pool.name, item.page)
-        if item.column.spec.draft:
-            drafted[item.page] = drafted.get(item.page, True) and item.status is SaveStatus.SAVED
-            if not item.column.pool.name.is_draft:
-                continue  # a packed draft's loss is not its target's
-        known = worst.get(where, item.status)
-        worst[where] = min(known, item.status, key=_WORST.index)
-    pages = tuple(
-        PageSave(page, worst[component.pool.name, page], component.pool.name)
-        for component in components
-        for page in range(len(component.keys))
-        if (component.pool.name, page) in worst
-    )
-    lost = {
-        page.page
-        for page in pages
-        if not page.component.is_draft and page.status not in (SaveStatus.SAVED, SaveStatus.PRESENT)
-    }
-    saved = {page.page for page in pages if page.status is SaveStatus.SAVED and not page.component.is_draft} - lost
-    return SaveOutcome(unit.request_id, pages, len(saved), sum(drafted.values()))

@@ -10,7 +10,7 @@ from typing import Protocol
 from softload.config import Layout
 from softload.context import Context
 from softload.fetches import Fetch, FetchListener, Part, Turn, leaves
-from softload.geometry.layout import PartRanges
+from softload.geometry.layout import PartRanges, layer_groups, range_groups
 from softload.grants import Grant
 from softload.landing import Segment, Share
 from softload.lent_copies import Refuted
@@ -145,6 +145,11 @@ class UnitFetches:
     def has_begun(self) -> bool:
         """Whether what its first layers need is being read, or lies here."""
         return bool(self._begun)
+
+    @property
+    def groups(self) -> tuple[range, ...]:
+        """The layers that are copied at a time, as they come; known once `begin` has returned."""
+        return (range_groups if self._parts else layer_groups)(self._context.pools.num_layers)
 
     def announce(self) -> None:
         """It is about to plan its pages: what others have copied of them may serve it."""

@@ -12,7 +12,6 @@ import anyio.lowlevel
 
 from softload.context import Context
 from softload.fetches import Turn
-from softload.geometry.layout import layer_groups
 from softload.outcomes import PageStatus
 from softload.planning import Column
 from softload.unit_copies import AnyCopy, UnitCopies
@@ -89,7 +88,7 @@ class UnitLayers:
 
     async def copy_target(self) -> None:
         """Copy layer by layer. `restored` says how much of it is there."""
-        left = deque(layer_groups(self._context.pools.num_layers))
+        left = deque(self._fetches.groups)
         while left:
             layers = left.popleft()
             idle = _HEAD_START if not layers.start and self._fetches.is_granted else 0.0

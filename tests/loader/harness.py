@@ -289,6 +289,18 @@ def end_time_of(loader: PageLoader, request_id: str) -> None:
     run._scope.deadline = anyio.current_time()
 
 
+async def timed_out(
+    loader: PageLoader, hanging: HangingStore, method: str, unit: TransferUnit, calls: int = 1
+) -> UnitOutcome:
+    """Load a unit whose calls are held; its time is up once each of them takes too long, on a busy machine as well."""
+    before = hanging.held(method)
+    async with loader.load([unit]) as handle:
+        await arrived(hanging, method, before + calls)
+        await anyio.sleep(0.1)  # a call is overdue after 50 ms: the loop was told so before it slept
+        end_time_of(loader, unit.request_id)
+        return (await handle.report()).outcomes[unit.request_id]
+
+
 async def settle(loader: PageLoader) -> None:
     """Wait until nothing is under way, then check that nothing is held."""
     with anyio.fail_after(10):

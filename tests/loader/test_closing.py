@@ -17,12 +17,12 @@ from .harness import (
     config,
     eventually,
     keys,
-    load,
     make_pools,
     opened,
     put,
     settle,
     store,
+    timed_out,
 )
 
 pytestmark = pytest.mark.asyncio
@@ -31,10 +31,10 @@ pytestmark = pytest.mark.asyncio
 async def test_two_who_drain_are_both_answered() -> None:
     pools = make_pools()
     hanging = HangingStore(store())
-    async with opened(hanging, pools, deadline=0.1) as loader:
+    async with opened(hanging, pools) as loader:
         await put(loader, pools, keys(3))
         hanging.hold("read")
-        outcome = (await load(loader, pools.unit("a", keys(3), range(3))))["a"]
+        outcome = await timed_out(loader, hanging, "read", pools.unit("a", keys(3), range(3)))
         assert_outcome(outcome, 0, PageStatus.TIMED_OUT)
         assert loader.statistics().quarantined_bytes
         with anyio.fail_after(10):
@@ -54,7 +54,7 @@ async def test_closing_answers_who_drains(quick_close: None) -> None:
             async with anyio.create_task_group() as tasks, PageLoader(hanging, pools.group, config=config()) as loader:
                 await put(loader, pools, keys(3))
                 hanging.hold("read")
-                await load(loader, pools.unit("a", keys(3), range(3), deadline=0.1))
+                await timed_out(loader, hanging, "read", pools.unit("a", keys(3), range(3)))
                 tasks.start_soon(loader.drain)
                 await anyio.wait_all_tasks_blocked()
     finally:
@@ -77,7 +77,7 @@ async def test_a_save_of_several_units_is_answered_before_close_returns(point: s
             async with PageLoader(hanging, pools.group, config=config(save_deadline=20.0)) as loader:
                 await put(loader, pools, keys(2))
                 hanging.hold("read")
-                await load(loader, pools.unit("quarantined", keys(2), range(4, 6), deadline=0.1))
+                await timed_out(loader, hanging, "read", pools.unit("quarantined", keys(2), range(4, 6)))
                 hanging.hold(point)
                 tasks.start_soon(save, loader)
                 await arrived(hanging, point)
@@ -110,7 +110,7 @@ async def test_memory_that_hangs_in_registration_holds_nothing_else_up(monkeypat
             await put(loader, pools, keys(3, "kept"))
             hanging.hold("register")
             hanging.hold("read", any_of(*keys(3)))
-            await load(loader, pools.unit("a", keys(3), range(3), deadline=0.1))
+            await timed_out(loader, hanging, "read", pools.unit("a", keys(3), range(3)))
             await arrived(hanging, "register")
             async with loader.prefetch([pools.unit("kept", keys(3, "kept"))]) as prefetch:
                 assert (await prefetch.landed())["kept"] == 3
@@ -151,7 +151,7 @@ async def test_memory_that_a_late_call_gives_back_while_the_loader_closes_is_unr
             async with PageLoader(registry, pools.group, config=config()) as loader:
                 await put(loader, pools, keys(3))
                 hanging.hold("read")
-                await load(loader, pools.unit("a", keys(3), range(3), deadline=0.1))
+                await timed_out(loader, hanging, "read", pools.unit("a", keys(3), range(3)))
                 await eventually(lambda: loader.statistics().replaced_bytes > 0)
                 landing = loader._context.landing
                 hanging.hold("unregister")

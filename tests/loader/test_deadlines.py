@@ -7,7 +7,7 @@ import threading
 import anyio
 import pytest
 
-from softload import LateFailure, PageStatus, SaveStatus
+from softload import LateFailure, PageStatus, SaveStatus, health
 from softload.testing import HangingStore
 
 from .harness import (
@@ -16,6 +16,7 @@ from .harness import (
     any_of,
     arrived,
     assert_outcome,
+    end_time_of,
     eventually,
     from_call,
     keys,
@@ -27,6 +28,7 @@ from .harness import (
     put,
     settle,
     store,
+    timed_out,
 )
 
 pytestmark = pytest.mark.asyncio
@@ -42,8 +44,8 @@ async def test_a_page_that_hangs_costs_the_pages_from_it_on(mode: dict[str, str]
         await put(loader, pools, keys(4))
         hanging.hold(method, any_of(f"k{page}"))
         started = anyio.current_time()
-        outcome = (await load(loader, pools.unit("a", keys(4), range(4), deadline=0.2)))["a"]
-        assert 0.2 <= anyio.current_time() - started < 3.0
+        outcome = (await load(loader, pools.unit("a", keys(4), range(4), deadline=0.4)))["a"]
+        assert 0.4 <= anyio.current_time() - started < 3.0
         assert_outcome(outcome, page, PageStatus.TIMED_OUT)
         assert outcome.late_failure is None
         pools.assert_restored(keys(page), range(page))
@@ -66,8 +68,9 @@ async def test_time_out_after_layers_were_given_is_late(mode: dict[str, str]) ->
     async with opened(hanging, pools, **mode, read_lanes=1, read_batch_objects=4) as loader:
         await put(loader, pools, keys(4))
         hanging.hold(method, from_call(2))
-        async with loader.load([pools.unit("a", keys(4), range(4), deadline=0.3)]) as handle:
+        async with loader.load([pools.unit("a", keys(4), range(4))]) as handle:
             assert (await handle.layer(1)).live == {"a"}
+            end_time_of(loader, "a")
             with anyio.fail_after(2):
                 ready = await handle.layer(LAYERS - 1)
             assert ready.failed == {"a": PageStatus.TIMED_OUT}
@@ -163,7 +166,10 @@ async def test_fence_that_raises_costs_its_unit_and_its_save_alone() -> None:
         assert (await loader.lookup(pools.unit("d", keys(2)))).pages == 2
 
 
-async def test_many_calls_of_one_timed_out_load_are_one_outcome_of_their_endpoint() -> None:
+async def test_many_calls_of_one_timed_out_load_are_one_outcome_of_their_endpoint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(health, "_SILENT_SECONDS", 60.0)  # outcomes alone
     pools = make_pools()
     hanging = HangingStore(store())
     async with opened(
@@ -171,7 +177,7 @@ async def test_many_calls_of_one_timed_out_load_are_one_outcome_of_their_endpoin
     ) as loader:  # a call for each of four groups
         await put(loader, pools, keys(2))
         hanging.hold("read")
-        outcome = (await load(loader, pools.unit("a", keys(2), range(2), deadline=0.2)))["a"]
+        outcome = await timed_out(loader, hanging, "read", pools.unit("a", keys(2), range(2)), calls=4)
         assert_outcome(outcome, 0, PageStatus.TIMED_OUT)
         assert loader.statistics().timed_out_calls == 4
         assert loader.statistics().open_breakers == ()
@@ -198,7 +204,8 @@ async def test_slots_are_written_after_the_fence() -> None:
         pools.assert_restored(keys(2), range(2))
 
 
-async def test_time_out_counts_for_its_endpoint_and_not_for_the_master() -> None:
+async def test_time_out_counts_for_its_endpoint_and_not_for_the_master(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "_SILENT_SECONDS", 60.0)  # outcomes alone
     pools = make_pools()
     hanging = HangingStore(store())
     async with opened(hanging, pools, layout="page") as loader:
@@ -206,8 +213,8 @@ async def test_time_out_counts_for_its_endpoint_and_not_for_the_master() -> None
             await put(loader, pools, keys(2, f"r{request}"))
         hanging.hold("read")
         for request in range(3):
-            unit = pools.unit(f"r{request}", keys(2, f"r{request}"), range(2), deadline=0.1)
-            assert missed((await load(loader, unit))[f"r{request}"])[0] is PageStatus.TIMED_OUT
+            unit = pools.unit(f"r{request}", keys(2, f"r{request}"), range(2))
+            assert missed(await timed_out(loader, hanging, "read", unit))[0] is PageStatus.TIMED_OUT
         now = loader.statistics()
         assert now.timed_out_calls == 3
         assert now.open_breakers == ("memory",)
@@ -242,7 +249,7 @@ async def test_slots_reused_at_once_get_no_late_byte() -> None:
     async with opened(hanging, pools, layout="page") as loader:
         await put(loader, pools, [*keys(4, "a"), *keys(4, "b")])
         hanging.hold("read", any_of(*keys(4, "a")))
-        outcome = (await load(loader, pools.unit("A", keys(4, "a"), range(4), deadline=0.1)))["A"]
+        outcome = await timed_out(loader, hanging, "read", pools.unit("A", keys(4, "a"), range(4)))
         assert_outcome(outcome, 0, PageStatus.TIMED_OUT)
         assert_outcome((await load(loader, pools.unit("B", keys(4, "b"), range(4))))["B"], 4)
         assert loader.statistics().quarantined_bytes > 0

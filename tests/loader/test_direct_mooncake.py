@@ -159,3 +159,15 @@ async def test_the_store_closes_while_a_load_waits_to_copy() -> None:
             assert_outcome((await handle.report()).outcomes["a"], 0, PageStatus.STORE_UNREACHABLE)
         pools.assert_rows_kept()
         await settle(loader)
+
+
+async def test_objects_of_one_kind_lie_side_by_side_however_many_calls_have_saved_them() -> None:
+    pools = make_pools(pages=2 * PAGES)
+    recording = RecordingStore(EmbeddedMooncakeStore(segment=64 << 20))
+    async with opened(recording, pools, read_batch_objects=5) as loader:
+        await put(loader, pools, keys(PAGES))
+        assert recording.count("put_write") > 4
+        for kind in range(4):
+            places = [described(recording, object_keys(loader, pools, key)[kind]).address for key in keys(PAGES)]
+            assert len(set(np.diff(places))) == 1
+        await settle(loader)

@@ -25,6 +25,7 @@ from .harness import (
     arrived,
     assert_outcome,
     config,
+    end_time_of,
     eventually,
     is_of,
     keys,
@@ -447,9 +448,10 @@ async def test_a_deadline_while_the_rest_is_read_keeps_what_is_proven() -> None:
         key = object_keys(loader, pools, "k4")[1]
         bytes_of(memory, key)[9] ^= 1
         hanging.hold("read")
-        async with loader.load([pools.unit("a", keys(PAGES), range(PAGES), deadline=0.3)]) as handle:
+        async with loader.load([pools.unit("a", keys(PAGES), range(PAGES))]) as handle:
             await arrived(hanging, "read")
             bytes_of(memory, object_keys(loader, pools, "k2")[3])[9] ^= 1  # in a layer that comes later
+            end_time_of(loader, "a")
             outcome = (await handle.report()).outcomes["a"]
         assert_outcome(outcome, 2, PageStatus.TIMED_OUT)
         pools.assert_restored(keys(2), range(2))

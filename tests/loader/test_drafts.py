@@ -22,6 +22,7 @@ from .harness import (
     assert_outcome,
     config,
     content,
+    end_time_of,
     eventually,
     is_of,
     keys,
@@ -289,10 +290,11 @@ async def test_target_layers_do_not_wait_for_the_draft() -> None:
     async with opened(hanging, pools) as loader:
         await put(loader, pools, keys(4))
         hanging.hold("read", lambda object_keys: any("draft" in key for key in object_keys))
-        async with loader.load([pools.unit("a", keys(4), range(4), deadline=0.4)]) as handle:
+        async with loader.load([pools.unit("a", keys(4), range(4))]) as handle:
             await arrived(hanging, "read")
             for layer in range(LAYERS):
                 assert (await handle.layer(layer)).live == {"a"}
+            end_time_of(loader, "a")
             outcome = (await handle.report()).outcomes["a"]
         assert_outcome(outcome, 4)
         assert outcome.draft_pages == 0

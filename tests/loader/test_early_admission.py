@@ -190,15 +190,16 @@ async def test_what_is_not_known_to_be_there_is_no_late_failure(answer: Any) -> 
         await settle(loader)
 
 
-async def test_first_layers_that_cannot_be_read_are_a_late_failure() -> None:
+async def test_first_layers_that_cannot_be_read_are_no_late_failure() -> None:
     pools = make_pools(pages=2 * PAGES)
     lying = LyingStore(store())
     async with opened(lying, pools) as loader:
         await put(loader, pools, keys(PAGES))
         page = is_of("k7")
         lying.lie("descriptors", lambda key: page(key) and key.endswith(".g0"), PageStatus.NO_MEMORY_REPLICA)
-        outcome = await outcome_of(loader, pools, admitted=PAGES)
+        outcome = await outcome_of(loader, pools, admitted=7)
         assert_outcome(outcome, 7, PageStatus.NO_MEMORY_REPLICA)
+        assert outcome.late_failure is None
         pools.assert_restored(keys(7), ROWS[:7])
         await settle(loader)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from softload import PageStatus, SaveStatus
+from softload import PageStatus, SaveStatus, health
 from softload.health import Health
 from softload.protocols import Descriptor
 from softload.testing import HangingStore, RecordingStore
@@ -27,6 +27,7 @@ from .harness import (
     second_tries,
     settle,
     store,
+    timed_out,
 )
 
 pytestmark = pytest.mark.asyncio
@@ -355,8 +356,11 @@ async def test_a_probe_that_fails_is_over_when_its_load_is(clock: list[float]) -
 
 
 @modes
-async def test_reads_of_one_load_that_hang_at_their_second_try_are_one_outcome(mode: dict[str, str]) -> None:
+async def test_reads_of_one_load_that_hang_at_their_second_try_are_one_outcome(
+    mode: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As those that hang at their first."""
+    monkeypatch.setattr(health, "_SILENT_SECONDS", 60.0)  # outcomes alone
     method = "read_ranges" if mode.get("read_mode") == "ranges" else "read"
     pools = make_pools()
     hanging = HangingStore(store())
@@ -366,7 +370,7 @@ async def test_reads_of_one_load_that_hang_at_their_second_try_are_one_outcome(m
         lying.lie(method, is_of(*keys(4)), PageStatus.LEASE_EXPIRED, times=4)
         hanging.hold(method, second_tries())
         try:
-            outcome = (await load(loader, pools.unit("a", keys(4), range(4), deadline=0.5)))["a"]
+            outcome = await timed_out(loader, hanging, method, pools.unit("a", keys(4), range(4)), calls=4)
             assert outcome.restored_pages < 4
             now = loader.statistics()
             assert now.retries == now.timed_out_calls == 4

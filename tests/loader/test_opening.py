@@ -193,9 +193,9 @@ async def test_a_store_has_one_loader() -> None:
 async def test_a_store_that_does_not_open_in_time() -> None:
     before = set(lifecycle_threads())
     door = Door()
-    loader = PageLoader(door, make_pools().group, config=config(open_deadline=0.05))
+    loader = PageLoader(door, make_pools().group, config=config(open_deadline=0.5))
     try:
-        with anyio.fail_after(5), pytest.raises(StoreSetupError, match=r"open, with 4194304 bytes .* within 0.05 s"):
+        with anyio.fail_after(5), pytest.raises(StoreSetupError, match=r"open, with 4194304 bytes .* within 0.5 s"):
             async with loader:
                 pytest.fail("it was opened")
         # The call is still out: nobody else may open the store under it.

@@ -29,6 +29,7 @@ from .harness import (
     put,
     settle,
     store,
+    timed_out,
 )
 
 pytestmark = pytest.mark.asyncio
@@ -169,8 +170,8 @@ async def test_no_memory_in_place_of_quarantined_memory_is_told_and_survived(
         monkeypatch.setattr(Connection, "allocate", no_memory)
         hanging.hold("read")
         with capture_logs() as logs:
-            unit = pools.unit("a", keys(4), range(4), deadline=0.05)
-            assert_outcome((await load(loader, unit))["a"], 0, PageStatus.TIMED_OUT)
+            unit = pools.unit("a", keys(4), range(4))
+            assert_outcome(await timed_out(loader, hanging, "read", unit), 0, PageStatus.TIMED_OUT)
             await eventually(lambda: events.MEMORY_FAILED in [entry["event"] for entry in logs])
         hanging.release()
         await settle(loader)

@@ -80,7 +80,7 @@ async def test_lands_what_came_by_the_deadline(page: int) -> None:
     async with opened(hanging, pools, layout="page", read_batch_objects=1) as loader:
         await put(loader, pools, keys(4))
         hanging.hold("read", any_of(f"k{page}"))
-        async with loader.prefetch([pools.unit("a", keys(4), deadline=0.15)]) as handle:
+        async with loader.prefetch([pools.unit("a", keys(4), deadline=0.4)]) as handle:
             landed = await handle.landed()
             assert landed["a"] == page
             assert landed.missed == {"a": PageStatus.TIMED_OUT}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from functools import partialmethod
@@ -51,6 +52,45 @@ class AnswersSeen(LyingStore):
         if method == "read_ranges":
             self.answers += answers
         return answers
+
+
+class Meeting(WrapperStore):
+    """A ranged read waits a moment for another one to be there too."""
+
+    def __init__(self, inner: RecordingStore) -> None:
+        super().__init__(inner)
+        self.most = self.running = 0
+        self._changed = threading.Condition()
+
+    def read_ranges(
+        self,
+        keys: Sequence[str],
+        pointers: Sequence[Sequence[int]],
+        sizes: Sequence[Sequence[int]],
+        offsets: Sequence[Sequence[int]],
+    ) -> Sequence[Answer]:
+        with self._changed:
+            self.running += 1
+            self.most = max(self.most, self.running)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self.running > 1, 0.05)
+        answers = super().read_ranges(keys, pointers, sizes, offsets)
+        with self._changed:
+            self.running -= 1
+        return answers
+
+
+@pytest.mark.parametrize(("lanes", "meet"), [(2, False), (4, True)])
+async def test_ranges_of_an_endpoint_come_one_after_another_unless_it_is_said_to_have_lanes_to_spare(
+    lanes: int, meet: bool
+) -> None:
+    """The first ones, of layer 0, always do: those of layer 1, of 2 and 3, and of 4 can meet then."""
+    pools, meeting = make_pools(), Meeting(RecordingStore(store()))
+    async with opened(meeting, pools, **RANGES, endpoint_lanes=lanes) as loader:
+        await put(loader, pools, keys(4))
+        assert_outcome((await load(loader, pools.unit("a", keys(4), range(4))))["a"], 4)
+        await settle(loader)
+    assert (meeting.most > 1) == meet
 
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["held-until-all-wait", "as-they-come"])

@@ -10,12 +10,19 @@ from typing import Any
 import pytest
 
 from softload.config import DraftPolicy, Integrity, Layout
+from softload.outcomes import SaveStatus
 from softload.protocols import Answer
 from softload.replay import runner
+from softload.replay.engine_memory import Verification
+from softload.replay.jobs import Job
+from softload.replay.ledger import Ledger
 from softload.replay.options import AdmissionMode, ReplayOptions, SchedulerOptions
 from softload.replay.runner import ZEROS, is_clean, replay
 from softload.replay.shapes import DraftKind
 from softload.stores import MemoryStore, WrapperStore
+from softload.testing import FaultKind, FaultyStore
+
+from ..loader.harness import is_of
 
 pytestmark = pytest.mark.asyncio
 
@@ -59,19 +66,35 @@ def assert_clean(figures: dict[str, Any]) -> None:
         assert figures["restored_pages"] <= figures["lru_bound_pages"]
 
 
+def saved_again(figures: dict[str, Any]) -> int:
+    """Pages that were offered to the store when somebody looked, and not yet in it: computed and offered once more.
+
+    How many there are is a matter of how long saves take, which on a busy machine is long.
+    """
+    return sum(count for status, count in figures["saved_pages"].items() if status != SaveStatus.SAVED)
+
+
 @pytest.mark.parametrize("admission", AdmissionMode)
 async def test_a_replay_without_faults_restores_what_an_ideal_store_would(admission: AdmissionMode) -> None:
     figures = await run(admission=admission)
     assert_clean(figures)
     assert set(figures) == documented_keys()
     assert figures["requests"] == 60
-    assert figures["restored_pages"] >= 0.9 * figures["lru_bound_pages"] > 0
+    assert 0 < figures["lru_bound_pages"] <= figures["restored_pages"] + saved_again(figures)
+    assert figures["restored_pages"] > 0
     assert figures["bytes_loaded"] > 0
     assert figures["rss_mid"] > 0 and figures["rss_end"] > 0
     for name in ("first_layer_ms", "stall_ms", "load_ms"):
         assert figures[name].keys() == {"p50", "p99", "max"}
     for name in ("loop_lag_ms", "idle_loop_lag_ms", "quiet_loop_lag_ms"):
         assert figures[name].keys() == {"p50", "p99", "p99_9", "max"}
+
+
+async def test_one_request_after_the_other_restores_all_that_an_ideal_store_would() -> None:
+    figures = await run(max_running=1)
+    assert_clean(figures)
+    assert 0 < figures["restored_pages"] == figures["lru_bound_pages"]
+    assert saved_again(figures) == 0
 
 
 @pytest.mark.parametrize("layout", Layout)
@@ -92,10 +115,12 @@ FAULTS = ["evict=0.1", "remove=0.1", "late=0.2", "slow=0.05:0.02", "hang=2:0.5",
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("admission", AdmissionMode)
 async def test_a_fault_costs_pages_and_nothing_else(fault: str, admission: AdmissionMode) -> None:
-    figures = await run(faults=(fault,), admission=admission, integrity=Integrity.FULL, deadline=0.3)
+    hangs = fault.startswith("hang")
+    deadline = 0.3 if hangs else 20.0  # one that a busy machine does not meet either
+    figures = await run(faults=(fault,), admission=admission, integrity=Integrity.FULL, deadline=deadline)
     assert_clean(figures)
     assert figures["restored_pages"] > 0
-    if not fault.startswith("hang"):
+    if not hangs:
         assert figures["promised_unrestored"] == 0, figures["promised_unrestored_pages"]
 
 
@@ -117,6 +142,33 @@ async def test_a_lost_draft_costs_what_the_policy_says(draft: DraftKind, policy:
         assert figures["draft_dropped"] > 0
 
 
+@pytest.mark.parametrize("layout", Layout)
+async def test_a_draft_is_good_up_to_its_first_lost_page(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a loss costs all drafts behind it, of everybody who shares the page: a tenth lost drops most of them."""
+    stores: list[FaultyStore] = []
+    drafts: list[tuple[Job, int, int]] = []
+
+    class Store(FaultyStore):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            stores.append(self)
+
+    class Books(Ledger):
+        def settled(self, job: Job, checked: Verification) -> None:
+            drafts.append((job, job.restored, job.draft_restored))
+            super().settled(job, checked)
+
+    monkeypatch.setattr(runner, "FaultyStore", Store)
+    monkeypatch.setattr(runner, "Ledger", Books)
+    figures = await run(layout=layout, draft=DraftKind.SIDECAR, faults=("draft-loss=0.1",))
+    assert_clean(figures)
+    lost = stores[0].touched_by[FaultKind.DRAFT_LOSS]
+    assert 0 < figures["draft_dropped"] == sum(restored - drafted for _, restored, drafted in drafts)
+    for job, restored, drafted in drafts:
+        assert not any(is_of(*job.keys[:drafted])(key) for key in lost)
+        assert drafted == restored or any(is_of(job.keys[drafted])(key) for key in lost)
+
+
 @pytest.mark.parametrize("shape", ["dsv4-flash/256", "glm-5.2/64", "deepseek-v3.2/64"])
 @pytest.mark.parametrize("draft", [DraftKind.PACKED, DraftKind.SIDECAR])
 async def test_sparse_models_with_drafts(shape: str, draft: DraftKind) -> None:
@@ -124,7 +176,7 @@ async def test_sparse_models_with_drafts(shape: str, draft: DraftKind) -> None:
     assert_clean(figures)
     assert figures["draft_pages"] == figures["restored_pages"] > 0
     # A window is stored where every second page ends.
-    assert figures["restored_pages"] >= 0.7 * figures["lru_bound_pages"]
+    assert figures["restored_pages"] + saved_again(figures) >= 0.7 * figures["lru_bound_pages"]
 
 
 @pytest.mark.parametrize("admission", AdmissionMode)

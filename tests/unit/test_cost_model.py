@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from softload.cost_model import CostModel, Costs, Way, best_way, stall
-from softload.geometry.layout import layer_groups
+from softload.cost_model import CostModel, Costs, SharedTime, Way, best_way, stall
+from softload.geometry.layout import layer_groups, range_groups
 
 ITEM, BYTE = 30e-6, 1 / 4e9
 
@@ -87,6 +87,28 @@ def test_one_read_that_was_held_up_says_little() -> None:
     assert model.costs("a", ranged=False).seconds(64, 16 << 20) < 1.5 * before
 
 
+def test_calls_of_one_size_that_take_now_more_now_less_come_out_as_long_as_together() -> None:
+    """Else what the endpoint with the more even calls brings would look dear beside the other."""
+    model = CostModel(clock=Clock())
+    for index in range(40):
+        model.record("a", ranged=False, items=1, nbytes=9 << 20, seconds=0.006 if index % 2 else 0.012)
+    assert model.costs("a", ranged=False).seconds(32, 32 * (9 << 20)) > 0.8 * 32 * 0.009
+
+
+def test_the_parts_of_calls_at_a_time_add_up_to_the_time_in_which_there_was_any() -> None:
+    clock = Clock()
+    shared = SharedTime(clock)
+    clock.now = 5.0  # nothing runs: nobody's
+    first = shared.now(1)
+    clock.now += 1.0
+    second = shared.now(2)
+    clock.now += 4.0
+    seconds = [shared.now(1) - first]
+    clock.now += 2.0
+    seconds.append(shared.now(0) - second)
+    assert seconds == [3.0, 4.0]
+
+
 def test_one_endpoint_says_nothing_about_another_and_the_number_of_endpoints_is_bounded() -> None:
     model = CostModel(capacity=2)
     for endpoint in ("a", "b", "c"):
@@ -102,6 +124,14 @@ def test_costs_are_never_negative_whatever_reads_took(samples: list[tuple[int, i
         model.record("a", ranged=False, items=items, nbytes=nbytes, seconds=seconds)
     costs = model.costs("a", ranged=False)
     assert costs.item >= 0 and costs.byte >= 0 and costs.item + costs.byte > 0
+
+
+def test_groups_that_parts_are_made_of_are_small_and_few() -> None:
+    for layers in range(1, 129):
+        groups = range_groups(layers)
+        assert [layer for group in groups for layer in group] == list(range(layers))
+        assert len(groups) <= 14 and max(map(len, groups)) <= max(4, layers // 5)
+        assert {group.start for group in layer_groups(layers)} <= {group.start for group in groups}
 
 
 def waited(steps: list[tuple[int, float, float]], layers: int, layer_seconds: float) -> float:
@@ -156,9 +186,16 @@ def ways(groups: Sequence[range]) -> Iterator[tuple[range, ...]]:
             yield tuple(range(groups[a].start, groups[b - 1].stop) for a, b in pairwise((0, *cuts, len(groups))))
 
 
-@given(st.integers(1, 40), st.lists(seconds, min_size=42, max_size=42), seconds)
-def test_no_way_is_better_than_the_best(layers: int, some: list[float], layer_seconds: float) -> None:
-    groups = layer_groups(layers)
+@given(
+    st.sampled_from([layer_groups, range_groups]),
+    st.integers(1, 40),
+    st.lists(seconds, min_size=42, max_size=42),
+    seconds,
+)
+def test_no_way_is_better_than_the_best(
+    grouping: Callable[[int], Sequence[range]], layers: int, some: list[float], layer_seconds: float
+) -> None:
+    groups = grouping(layers)
     copies = dict(zip(groups, some, strict=False))
 
     def part_seconds(part: range) -> float:

@@ -288,7 +288,7 @@ def test_a_call_that_is_late_beside_good_ones_is_one_outcome() -> None:
 
 def test_a_call_that_comes_back_in_time_is_no_silence() -> None:
     health = Health()
-    call = out_for(0.45)
+    call = out_for(0.2)
 
     def back() -> None:
         call.finished = True
@@ -302,7 +302,7 @@ async def doubted(health: Health, name: str, call: NativeCall[list[PageStatus]],
     health.endpoint_timed_out(name, call, due=0.1)
     assert not health.endpoint(name).is_open
     during()
-    await asyncio.sleep(0.2)  # ends after the loop has looked at it again
+    await asyncio.sleep(0.5)  # ends after the loop has looked at it again
 
 
 def test_reads_that_hang_beside_a_lost_master_say_nothing_of_their_endpoint() -> None:
@@ -312,7 +312,7 @@ def test_reads_that_hang_beside_a_lost_master_say_nothing_of_their_endpoint() ->
     assert not health.endpoint("owner").is_open
     health = Health()
     lost = partial(health.record_master, [PageStatus.STORE_UNREACHABLE])
-    asyncio.run(doubted(health, "owner", out_for(0.45), during=lost))
+    asyncio.run(doubted(health, "owner", out_for(0.2), during=lost))
     assert not health.endpoint("owner").is_open, "the master was lost before the endpoint was silent for long enough"
 
 

@@ -11,7 +11,16 @@ from softload.config import Layout
 from softload.geometry.device_pool import DevicePool
 from softload.transfer import PoolName
 
-__all__ = ["TAIL_BYTES", "Fragment", "ObjectSpec", "PartRanges", "layer_groups", "object_specs", "ranges_of"]
+__all__ = [
+    "TAIL_BYTES",
+    "Fragment",
+    "ObjectSpec",
+    "PartRanges",
+    "layer_groups",
+    "object_specs",
+    "range_groups",
+    "ranges_of",
+]
 
 TAIL_BYTES = 32
 """Bytes of the tail that ends every object of `Layout.GROUPED`: format, length and digests."""
@@ -81,6 +90,18 @@ def layer_groups(num_layers: int) -> tuple[range, ...]:
         stop = min(max(2 * start, start + 1), num_layers)
         groups.append(range(start, stop))
         start = stop
+    return tuple(groups)
+
+
+def range_groups(num_layers: int) -> tuple[range, ...]:
+    """Layers in groups of 1, 1, 2, 4, ..., none larger than about a tenth of all.
+
+    Parts of objects are made of them: what is read in ranges has to keep ahead of a forward that needs about as long.
+    """
+    groups: list[range] = []
+    for group in layer_groups(num_layers):
+        most = max(4, 1 << (num_layers // 10).bit_length())
+        groups += (range(start, min(start + most, group.stop)) for start in range(group.start, group.stop, most))
     return tuple(groups)
 
 

@@ -1,0 +1,156 @@
+"""Places in the store for objects whose bytes are still to come.
+
+A store puts what it is asked to place together side by side. What is saved at a time is a few pages, as much as there
+is memory for; the places of many are asked for before, objects of one kind after another. So whoever copies them from
+where they lie (see `lent_copies`) finds long runs. A place holds the store's memory and its key: what is not written to
+is given back, whatever happens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Sequence
+from functools import partial
+
+from softload.health import Health
+from softload.native_calls import CallGroup, NativeCall, RefusedError
+from softload.outcomes import SaveStatus
+from softload.puts import Puts, start_all
+from softload.store_calls import StoreCalls
+
+__all__ = ["Placement", "Places"]
+
+
+class Places:
+    """Where one loader's saves go.
+
+    Args:
+        calls: the guarded store.
+        group: threads for writes.
+        health: told how the master answers.
+    """
+
+    def __init__(self, calls: StoreCalls, group: CallGroup, health: Health) -> None:
+        self._calls = calls
+        self._group = group
+        self._health = health
+        self._left_over: dict[str, None] = {}
+        """Could not be given back: every thread was stuck. The next call does."""
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._under_way = 0
+
+    def __repr__(self) -> str:
+        return f"<Places: {self._under_way} calls under way, {len(self._left_over)} places left over>"
+
+    async def start(self, keys: Sequence[str], sizes: Sequence[int]) -> list[SaveStatus]:
+        """Take places: `SAVED` where there is one; `STORE_FULL` for all but what is decided where there are too few.
+
+        Raises:
+            RefusedError: closed, or saturated with stuck calls.
+        """
+        returned = asyncio.Event()
+        left_over = self._take_left_over()
+
+        def start() -> Puts:
+            self._calls.put_revoke(left_over)
+            return start_all(self._calls, keys, sizes)
+
+        def back(call: NativeCall[Puts]) -> None:
+            self._ended()
+            returned.set()
+            if call.value is not None:
+                self._health.record_master(call.value[1])
+                if call.abandoned:
+                    self.give_back(_started(keys, call.value[0]))
+            elif isinstance(call.error, RefusedError):
+                self._left_over.update(dict.fromkeys(left_over))
+
+        call: NativeCall[Puts] = NativeCall(start, back)
+        self._begun()
+        try:
+            self._group.submit(call)
+        except RefusedError:
+            self._ended()
+            self._left_over.update(dict.fromkeys(left_over))
+            raise
+        try:
+            await returned.wait()
+        finally:
+            if not call.finished:
+                if call.withdraw():
+                    self._ended()
+                    self._left_over.update(dict.fromkeys(left_over))
+                else:
+                    call.abandon()
+        if isinstance(call.error, RefusedError):
+            raise call.error
+        return [SaveStatus.FAILED] * len(keys) if call.value is None else call.value[0]
+
+    def give_back(self, keys: Collection[str]) -> None:
+        """Nothing will be written to these places. Does not wait for the store."""
+        keys = [*self._take_left_over(), *keys]
+        if not keys:
+            return
+
+        def back(call: NativeCall[None]) -> None:
+            self._ended()
+            if isinstance(call.error, RefusedError):
+                self._left_over.update(dict.fromkeys(keys))
+
+        self._begun()
+        try:
+            self._group.submit(NativeCall(partial(self._calls.put_revoke, keys), back))
+        except RefusedError:
+            self._ended()
+            self._left_over.update(dict.fromkeys(keys))
+
+    async def wait_idle(self) -> None:
+        """Until no call is out for a place."""
+        await self._idle.wait()
+
+    def _take_left_over(self) -> list[str]:
+        keys, self._left_over = list(self._left_over), {}
+        return keys
+
+    def _begun(self) -> None:
+        self._under_way += 1
+        self._idle.clear()
+
+    def _ended(self) -> None:
+        self._under_way -= 1
+        if not self._under_way:
+            self._idle.set()
+
+
+class Placement:
+    """The places of one unit's objects that nothing was written to yet."""
+
+    def __init__(self, places: Places) -> None:
+        self._places = places
+        self._keys: set[str] = set()
+        self.is_refused = False
+        """Whether the store was too full for so many places at once: then the unit goes without."""
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._keys
+
+    async def start(self, keys: Sequence[str], sizes: Sequence[int]) -> list[SaveStatus]:
+        """See `Places.start`; `end` must follow."""
+        statuses = await self._places.start(keys, sizes)
+        self.is_refused = SaveStatus.STORE_FULL in statuses
+        self._keys.update(_started(keys, statuses))
+        return statuses
+
+    def take(self, keys: Sequence[str]) -> None:
+        """A call is about to write these: it gives back what it does not get through."""
+        self._keys.difference_update(keys)
+
+    def end(self) -> None:
+        """The unit's save is over: give back what is left."""
+        self._places.give_back(self._keys)
+        self._keys = set()
+
+
+def _started(keys: Sequence[str], statuses: Sequence[SaveStatus]) -> list[str]:
+    return [key for key, status in zip(keys, statuses, strict=True) if status is SaveStatus.SAVED]

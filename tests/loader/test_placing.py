@@ -1,0 +1,188 @@
+"""Places for many pages are asked for before their bytes: objects of one kind lie side by side, none is left over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import anyio
+import pytest
+
+from softload import PageLoader, PageStatus, PutRefusal, SaveStatus, lending
+from softload.geometry import DraftMode
+from softload.stores import MemoryStore
+from softload.testing import HangingStore, RecordingStore
+
+from .doubles import LyingStore
+from .harness import Pools, any_of, arrived, assert_outcome, eventually, is_of, keys, load, make_pools, opened, settle
+from .harness import store as memory_store
+from .test_direct_reads import object_keys
+
+pytestmark = pytest.mark.asyncio
+
+PAGES = 12
+FEW: dict[str, Any] = {"read_batch_objects": 5}
+"""Objects that are saved at a time: a page and a quarter."""
+
+
+def lending_store(**options: Any) -> MemoryStore:
+    return memory_store(lends=True, **options)
+
+
+async def save(loader: PageLoader, pools: Pools, page_keys: Sequence[str], name: str = "save") -> list[SaveStatus]:
+    """Of the first rows, which are filled."""
+    rows = range(len(page_keys))
+    pools.fill(page_keys, rows)
+    report = await loader.save([pools.unit(name, page_keys, rows)])
+    return [page.status for page in report.outcomes[name].pages]
+
+
+@pytest.mark.parametrize("draft", [None, DraftMode.PACKED, DraftMode.SIDECAR])
+async def test_what_was_saved_in_many_calls_is_copied_in_one_run_of_each_kind(
+    draft: DraftMode | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    runs = lending.Lender.runs
+
+    def recorded(lender: lending.Lender, places: Sequence[object], size: int, parts: int) -> Any:
+        for run in runs(lender, places, size, parts):
+            found.append(run[1].count)
+            yield run
+
+    monkeypatch.setattr(lending.Lender, "runs", recorded)
+    monkeypatch.setattr(lending, "_WORTH_BYTES", 1)
+    pools = make_pools(draft=draft)
+    recording = RecordingStore(lending_store())
+    async with opened(recording, pools, **FEW) as loader:
+        assert set(await save(loader, pools, keys(PAGES))) == {SaveStatus.SAVED}
+        assert recording.count("put_write") > 4
+        kinds = len(object_keys(loader, pools, "k0"))
+        await load(loader, pools.unit("first", keys(PAGES), range(PAGES)))  # finds out that they are lent
+        found.clear()
+        pools.scramble()
+        assert_outcome((await load(loader, pools.unit("a", keys(PAGES), range(PAGES))))["a"], PAGES)
+        assert found == [PAGES] * kinds
+        pools.assert_restored(keys(PAGES), range(PAGES))
+        await settle(loader)
+
+
+async def test_many_pages_take_places_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("softload.saving._PLACED_OBJECTS", 21)  # five pages, and a quarter
+    pools = make_pools()
+    recording = RecordingStore(lending_store())
+    told = []
+    async with opened(recording, pools, **FEW) as loader:
+        pools.fill(keys(PAGES), range(PAGES))
+        report = await loader.save(
+            [pools.unit("a", keys(PAGES), range(PAGES))], staged=lambda _: told.append(recording.count("put_write"))
+        )
+        assert report.outcomes["a"].saved_pages == PAGES
+        assert [len(call.keys) for call in recording.calls if call.method == "put_start"] == [20, 20, 8]
+        assert told == [recording.count("put_write") - 1]
+        pools.scramble()
+        assert_outcome((await load(loader, pools.unit("b", keys(PAGES), range(PAGES))))["b"], PAGES)
+        pools.assert_restored(keys(PAGES), range(PAGES))
+        await settle(loader)
+
+
+@pytest.mark.parametrize("options", [{"direct_reads": False}, {"layout": "page"}, {"integrity": "off"}])
+async def test_where_nothing_is_lent_each_call_takes_its_own_places(options: dict[str, Any]) -> None:
+    pools = make_pools()
+    recording = RecordingStore(lending_store())
+    async with opened(recording, pools, **FEW, **options) as loader:
+        assert set(await save(loader, pools, keys(PAGES))) == {SaveStatus.SAVED}
+        assert recording.count("put_start") == recording.count("put_write") > 1
+
+
+async def test_what_is_there_is_neither_copied_nor_written() -> None:
+    pools = make_pools()
+    lying = LyingStore(lending_store())
+    recording = RecordingStore(lying)
+    async with opened(recording, pools, **FEW) as loader:
+        lying.lie("put_start", is_of("k2"), PutRefusal.PRESENT)
+        lying.lie("put_start", is_of("k5"), PageStatus.STORE_UNREACHABLE)
+        statuses = await save(loader, pools, keys(PAGES))
+        assert (statuses[2], statuses[5]) == (SaveStatus.PRESENT, SaveStatus.FAILED)
+        assert statuses.count(SaveStatus.SAVED) == PAGES - 2
+        assert not any(map(is_of("k2", "k5"), recording.keys_of("put_write")))
+        lying.lie("put_start", lambda _: True, PutRefusal.PRESENT)
+        recording.clear()
+        assert set(await save(loader, pools, keys(PAGES, "all"))) == {SaveStatus.PRESENT}
+        assert recording.count("put_write") == 0
+        await settle(loader)
+
+
+async def test_a_store_too_full_for_all_keeps_a_prefix() -> None:
+    pools = make_pools()
+    memory = lending_store()
+    lying = LyingStore(memory)
+    recording = RecordingStore(lying)
+    async with opened(recording, pools, **FEW) as loader:
+        lying.lie("put_start", is_of(*keys(PAGES)[7:]), PutRefusal.FULL)
+        statuses = await save(loader, pools, keys(PAGES))
+        assert statuses == [SaveStatus.SAVED] * 7 + [SaveStatus.STORE_FULL] * (PAGES - 7)
+        assert memory.statistics().reservations == 4 * (PAGES - 7), "those that the store denies to have given"
+        pools.scramble()
+        assert_outcome((await load(loader, pools.unit("b", keys(7), range(7))))["b"], 7)
+        pools.assert_restored(keys(7), range(7))
+        await settle(loader)
+
+
+@pytest.mark.parametrize("method", ["put_start", "put_write", "put_end"])
+@pytest.mark.parametrize("ending", ["deadline", "cancelled", "closed"])
+async def test_places_of_a_save_that_ends_early_are_given_back(method: str, ending: str) -> None:
+    """The call that is out, and may come back much later, ends or gives back its own."""
+    pools = make_pools()
+    memory = lending_store()
+    hanging = HangingStore(memory)
+    try:
+        async with opened(RecordingStore(hanging), pools, **FEW) as loader:
+            pools.fill(keys(PAGES), range(PAGES))
+            hanging.hold(method, any_of("k3"))
+            deadline = 0.2 if ending == "deadline" else 20.0
+            unit = pools.unit("a", keys(PAGES), range(PAGES), deadline=deadline)
+            if ending == "deadline":
+                report = await loader.save([unit])
+                assert SaveStatus.TIMED_OUT in {page.status for page in report.outcomes["a"].pages}
+                hanging.release()
+            else:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(loader.save, [unit])
+                    await arrived(hanging, method)
+                    if ending == "cancelled":
+                        tasks.cancel_scope.cancel()
+                    hanging.release()
+            if ending != "closed":
+                await loader.drain()
+                await eventually(lambda: memory.statistics().reservations == 0)
+                again = await save(loader, pools, keys(PAGES), "again")
+                assert set(again) <= {SaveStatus.SAVED, SaveStatus.PRESENT}
+                pools.scramble()
+                assert_outcome((await load(loader, pools.unit("b", keys(PAGES), range(PAGES))))["b"], PAGES)
+                pools.assert_restored(keys(PAGES), range(PAGES))
+                await settle(loader)
+    finally:
+        hanging.release()
+    assert memory.statistics().reservations == 0
+
+
+async def test_places_that_no_thread_could_give_back_go_with_the_next_save() -> None:
+    pools = make_pools()
+    memory = lending_store()
+    hanging = HangingStore(memory)
+    try:
+        async with opened(RecordingStore(hanging), pools, **FEW, stuck_threads=1, save_deadline=0.2) as loader:
+            hanging.hold("put_write")
+            pools.fill(keys(PAGES), range(PAGES))
+            async with anyio.create_task_group() as tasks:
+                for nth in range(2):  # one call stuck may be replaced, two are too many
+                    mine = keys(PAGES, f"r{nth}k")
+                    tasks.start_soon(loader.save, [pools.unit(f"r{nth}", mine, range(PAGES))])
+            assert memory.statistics().reservations > 0
+            hanging.release()
+            await loader.drain()
+            assert set(await save(loader, pools, keys(PAGES))) == {SaveStatus.SAVED}
+            assert memory.statistics().reservations == 0
+            await settle(loader)
+    finally:
+        hanging.release()
