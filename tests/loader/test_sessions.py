@@ -14,7 +14,7 @@ import pytest
 from softload import PageStatus, sessions, unit_layers
 from softload.protocols import Answer
 from softload.stores.wrapper import WrapperStore
-from softload.testing import Fault, FaultKind, FaultyStore, HangingStore, RecordingStore
+from softload.testing import HangingStore, RecordingStore
 
 from .doubles import LyingStore
 from .harness import (
@@ -314,6 +314,13 @@ class Slow(WrapperStore):
     def clock(self) -> float:
         return self.now
 
+    def time_sessions(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Have sessions look at this clock."""
+        for name in ("_SLOW_START", "_LATE_START"):  # those are measured in real time, of which there may be little
+            monkeypatch.setattr(sessions, name, 60.0)
+        init = partialmethod(sessions.SessionTable.__init__, clock=self.clock)
+        monkeypatch.setattr(sessions.SessionTable, "__init__", init)
+
     def read_ranges(
         self,
         keys: Sequence[str],
@@ -329,10 +336,7 @@ async def test_sessions_are_started_again_in_time(monkeypatch: pytest.MonkeyPatc
     """43 layers that take several leases to come: nothing fails, nothing is even read twice."""
     pools = make_pools(layers=43)
     slow = Slow(0.03, lease=0.3)
-    for name in ("_SLOW_START", "_LATE_START"):  # those are measured in real time, of which there may be little
-        monkeypatch.setattr(sessions, name, 60.0)
-    init = partialmethod(sessions.SessionTable.__init__, clock=slow.clock)
-    monkeypatch.setattr(sessions.SessionTable, "__init__", init)
+    slow.time_sessions(monkeypatch)
     async with opened(slow, pools, **RANGES, read_lanes=1, read_batch_objects=1) as loader:
         await put(loader, pools, keys(4))
         async with loader.load([pools.unit("a", keys(4), range(4))]) as handle:
@@ -437,12 +441,13 @@ async def test_a_lease_shorter_than_any_queue_is_a_miss_and_not_an_endless_resta
         await settle(loader)
 
 
-async def test_a_master_lost_in_mid_load_is_told_by_the_proof_of_a_read() -> None:
+async def test_a_master_lost_in_mid_load_is_told_by_the_proof_of_a_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Proofs are questions to the master: what they find out counts, and no live session is risked for a new one."""
     pools = make_pools(pages=16, layers=20)  # six reads, the last of them when a third of the lease is left
-    lying = LyingStore(store(lease=1.5))
-    slow = FaultyStore(lying, [Fault(FaultKind.SLOW, probability=1.0, seconds=0.21)])
-    async with opened(slow, pools, **RANGES, read_lanes=1, read_batch_objects=1) as loader:
+    slow = Slow(0.21, lease=1.5)
+    slow.time_sessions(monkeypatch)
+    lying = LyingStore(slow)
+    async with opened(lying, pools, **RANGES, read_lanes=1, read_batch_objects=1) as loader:
         await put(loader, pools, keys(1))
         lying.lie("descriptors", is_of(*keys(1)), PageStatus.STORE_UNREACHABLE, skip=1)  # from the first proof on
         lying.lie("session_start", is_of(*keys(1)), PageStatus.STORE_UNREACHABLE, skip=1)

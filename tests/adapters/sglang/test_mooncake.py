@@ -74,7 +74,8 @@ def test_requests_answer_as_if_cold(running: Engine, fault: str, admission: str)
     decoding = running.start(prompts(90, seed=32)[0], tokens=6000)
     while len(decoding.tokens) < 30:
         time.sleep(0.01)
-    computing = gap_during(decoding, lambda: one_by_one(running, prompts(*LENGTHS, seed=33)))
+    computed: list[Answer] = []
+    computing = gap_during(decoding, lambda: computed.extend(one_by_one(running, prompts(*LENGTHS, seed=33))))
     strike(stores[0].cluster, fault)
     since = time.monotonic()
     answers: list[Answer] = []
@@ -90,7 +91,8 @@ def test_requests_answer_as_if_cold(running: Engine, fault: str, admission: str)
         f"{longest.first:.2f} s, in which another got {meanwhile} tokens, longest gap of another {gap * 1e3:.0f} ms "
         f"({computing * 1e3:.0f} ms where all of it is computed)"
     )
-    if admission == "hold" and longest.first > 0.5:
+    # Half a second is the store's, and not that of a busy machine.
+    if admission == "hold" and longest.first - max(answer.first for answer in computed) > 0.5:
         assert meanwhile >= 10
     assert [answer.tokens for answer in answers] == [answer.tokens for answer in cold]
     assert all(answer.is_good for answer in answers)
