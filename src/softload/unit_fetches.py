@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Protocol
+
+import anyio
 
 from softload.config import Layout
 from softload.context import Context
@@ -64,15 +67,19 @@ class UnitFetches:
         self._unplanned: deque[tuple[Column, int]] = deque()
         self._unqueued: list[Part] = []
         self._turn = Turn()
-        self._ahead: tuple[tuple[Column, int], ...] = ()
-        """Planned before the unit was admitted."""
-        self.may_be_admitted = False
-        """Whether there is memory for all of it already."""
+        self._ahead: frozenset[tuple[Column, int]] = frozenset()
+        """Planned before it was known where all of the unit is."""
+        self._begun: frozenset[Column] = frozenset()
+        """What its first layers need: it is being read, or lies here, before that is known."""
+        self.is_granted = False
+        """Whether there was memory for all of it before it was admitted."""
         self._known: frozenset[Column] | None = None
         """Where nothing but these is known to be, although the unit was admitted."""
         self._is_lined_up = False
         self._parts = PartRanges()
         """What objects are read in; none where they are read whole."""
+        self._started: anyio.Event | None = None
+        """Goes with the next parts that are queued: sessions were started for them."""
         self._is_marked = False
         """Whether what was found while joining costs pages, or their draft."""
         self.descriptors: dict[str, Descriptor | None] = {}
@@ -105,30 +112,48 @@ class UnitFetches:
                     return False
         return True
 
-    def read_ahead(self, columns: Sequence[Column], found: Mapping[str, Descriptor | None], turn: Turn) -> None:
-        """Before the unit is admitted: start the reads of whole columns, if there is memory for all of the unit.
+    def reserve(self) -> bool:
+        """Before the unit is admitted: whether there is memory for all of it, which it has then.
 
         Only where nothing of it is here or on its way, so that there is nothing to join.
         """
-        self.loans.take(columns, found)
         landing, lender, wanted = self._context.landing, self._context.lender, self._sizes()
         sizes = sizes_in_runs(wanted)
         if self._context.reader.knows_any(wanted) or landing.sheds or landing.cost(sizes) > landing.limit(self._share):
-            return
+            return False
         # What is likely to be lent needs no memory in the end: nothing is thrown away for it.
         segments = landing.try_grant_runs(sizes, self._share, may_reclaim=not lender.lent_all)
         if segments is None:
-            return
-        self.may_be_admitted = True
+            return False
         self.announce()
+        self.is_granted = True
         self._spare = Grant(wanted, segments)
+        return True
+
+    def read_ahead(self, columns: Sequence[Column], found: Mapping[str, Descriptor | None], turn: Turn) -> None:
+        """Before it is known where all of the unit is: start the reads of whole columns, if there is memory for all."""
+        self.loans.take(columns, found)
+        is_read = any(self._held.lacks_any(column, self._pages.pages_of(column)) for column in columns)
+        is_wanted = is_read or self._context.admits_early
+        if not self.is_granted and not (is_wanted and self.reserve()):
+            return
         self.descriptors.update(found)
         self._turn = turn
-        if any(self._held.lacks_any(column, self._pages.pages_of(column)) for column in columns):
-            self._ahead = tuple(islice(chunks_of(columns), _CHUNKS_AHEAD))
-            for column, first in self._ahead:
+        if is_read:
+            ahead = list(islice(chunks_of(columns), _CHUNKS_AHEAD))
+            for column, first in ahead:
                 self._unqueued += self._assign(column, first)
+            self._ahead = frozenset(ahead)
             self._queue()
+        self._begun = frozenset(columns)
+        if self._known is not None:
+            self._known = self._begun
+            self._pass_over_held()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether what its first layers need is being read, or lies here."""
+        return bool(self._begun)
 
     @property
     def groups(self) -> tuple[range, ...]:
@@ -136,9 +161,14 @@ class UnitFetches:
         return (range_groups if self._parts else layer_groups)(self._context.pools.num_layers)
 
     @property
-    def reads_ahead(self) -> bool:
-        """Whether the first layers' reads were started before the unit was admitted."""
-        return bool(self._ahead)
+    def has_head_start(self) -> bool:
+        """Whether the first layers' reads are out, and no others will be before the next `plan`."""
+        return self.is_granted or bool(self._unqueued)
+
+    @property
+    def must_plan(self) -> bool:
+        """Whether nothing is read before all of it is planned, as where objects are read in parts."""
+        return bool(self._parts and self._unplanned)
 
     def announce(self) -> None:
         """It is about to plan its pages: what others have copied of them may serve it."""
@@ -150,7 +180,7 @@ class UnitFetches:
         await self._context.pacer.turn()
         if self._known is None:
             self.loans.take(self._pages.all_columns())
-        if self.may_be_admitted:
+        if self.is_granted:
             self.prune()
             self._join(self._spare)
         else:
@@ -158,18 +188,18 @@ class UnitFetches:
         self._conclude()
         waits = None if self._share is Share.PREFETCH else self._layer_seconds
         self._parts = PartRanges(parts_to_read(self._context, self._pages, self.descriptors, self._spare, waits))
-        for column, first in chunks_of(self._pages.all_columns()):
-            if (column, first) not in self._ahead:
-                self._unplanned.append((column, first))
+        if self._parts and self._spare:
+            self._started = self._context.reader.start_sessions(self._spare)
+        self._unplanned.extend(chunks_of(self._pages.all_columns()))
         self._is_lined_up = True
         self._pass_over_held()
 
-    def admit_early(self, known: Iterable[Column]) -> None:
-        """The unit goes on, although of nothing but these columns is it known where the objects are."""
-        self._known = frozenset(known)
+    def admit_early(self) -> None:
+        """The unit goes on, although it is not known where its objects are."""
+        self._known = self._begun
 
     def learn(self, descriptors: Mapping[str, Descriptor | None]) -> None:
-        """Where the other objects are: what is left to read can be planned."""
+        """Where all of it is: what is left to read can be planned."""
         known, self._known = self._known or frozenset(), None
         self.descriptors.update(descriptors)
         if self._is_lined_up:
@@ -181,9 +211,10 @@ class UnitFetches:
         self._unplanned = deque(
             (column, first)
             for column, first in self._unplanned
-            if self._held.lacks_any(column, pages_of_chunk(self._pages.pages_of(column), first))
+            if (column, first) not in self._ahead
+            and self._held.lacks_any(column, pages_of_chunk(self._pages.pages_of(column), first))
         )
-        if self._known is not None:
+        if self._known is not None or not self._is_lined_up:
             return
         if self._share is Share.STREAMING and self._pages.pages:
             self._context.lender.lent_all = bool(self.loans.nbytes) and not self._unplanned and not self._ahead
@@ -229,8 +260,14 @@ class UnitFetches:
     async def plan(self, turn: Turn) -> bool:
         """Join or start the next few fetches, in the order in which they are wanted. False where none are, by now.
 
+        Of objects that are read in parts the first are started when all is planned, and the others by the next call.
+
         Little by little, so that what has landed can be copied while later layers are planned.
         """
+        if not self._unplanned:
+            has_others = bool(self._unqueued)
+            self._queue()
+            return has_others
         if not self._may_plan():
             return False
         await self._context.pacer.turn()
@@ -414,13 +451,18 @@ class UnitFetches:
 
     def _finish_planning(self) -> None:
         self._context.planned.discard(self)
-        self._unqueued.sort(key=lambda part: 0 if part.layers is None else part.layers.start)
+        self._unqueued.sort(key=_first_layer)
+        later = bisect_right(self._unqueued, _first_layer(self._unqueued[0]), key=_first_layer) if self._unqueued else 0
+        waiting = self._unqueued[later:] if self._parts and self._share is Share.STREAMING else []
+        self._unqueued = self._unqueued[: len(self._unqueued) - len(waiting)]
         self._queue()
+        self._unqueued = waiting
         self._release_spare()
 
     def _queue(self) -> None:
         parts, self._unqueued = self._unqueued, []
-        self._context.reader.read(parts, self._turn)
+        started, self._started = self._started, None
+        self._context.reader.read(parts, self._turn, started)
 
     def _join_some(self, column: Column, page: int, stop: int) -> int:
         """Hold what is here or on its way of the pages from this one on, as far as one fetch brings it; how many."""
@@ -489,3 +531,7 @@ class UnitFetches:
             self._pages.mark_bad(wanted.column, wanted.page, PageStatus.WRONG_SIZE)
         elif self._pages.draft_rides and size < spec.size:
             self._pages.mark_without_draft(wanted.column, wanted.page)
+
+
+def _first_layer(part: Part) -> int:
+    return 0 if part.layers is None else part.layers.start

@@ -23,7 +23,7 @@ from softload.unit_progress import UnitProgress
 __all__ = ["UnitLayers"]
 
 _HEAD_START = 0.02
-"""Seconds that each read of what was read ahead has the interpreter for itself.
+"""Seconds that each read of the first layers has the interpreter, and its endpoint, for itself.
 
 A thread whose call is over gets the interpreter once the event loop has nothing left to do: all that is planned
 meanwhile, it waits for. No longer than that, so that a first layer that hangs costs nothing but itself.
@@ -89,6 +89,8 @@ class UnitLayers:
         self._turn = turn
         self._keep = keep
         self._columns: dict[range, list[Column]] = {}
+        self._is_first = True
+        """Whether nothing has been copied yet."""
         self._ahead: _Step | None = None
         """The next layers' copies, begun while those of the layers before run."""
         self._zeroed = False
@@ -104,10 +106,11 @@ class UnitLayers:
         try:
             while left or self._ahead is not None:
                 step, self._ahead = self._ahead, None
+                is_first = self._is_first
                 if step is None:
                     await self._wait_for(left[0])
                     step = self._begin(left)
-                if left and step.layers.start and self._wants.pages and self._is_here(left[0], is_copying=True):
+                if left and not is_first and self._wants.pages and self._is_here(left[0], is_copying=True):
                     self._ahead = self._begin(left)  # not beside the first layers: they have the interpreter alone
                 if not await self._end(step.begun, step.layers.start, partial(self._is_here, step.layers)):
                     self._unit.give_up(PageStatus.CANCELLED)
@@ -163,7 +166,8 @@ class UnitLayers:
 
     async def _wait_for(self, layers: range) -> None:
         """Until these layers are here, and may be copied."""
-        idle = _HEAD_START if not layers.start and self._fetches.reads_ahead else 0.0
+        has_head_start = self._is_first and self._fetches.has_head_start and self._copies.may_write
+        idle = _HEAD_START if has_head_start else 0.0
         await self._unit.until(partial(self._is_here, layers), idle)
         if self._wants.pages:
             refused = await self._copies.wait_for_engine()
@@ -176,6 +180,7 @@ class UnitLayers:
         layers = left.popleft()
         copies = self._copies_of(layers)
         nbytes = sum(copy.nbytes for copy in copies)
+        self._is_first = self._is_first and not nbytes
         while left and 0 < nbytes < _COPIED_ALONG and self._is_here(left[0], is_copying=True):
             more = self._copies_of(left[0])
             nbytes += sum(copy.nbytes for copy in more)
