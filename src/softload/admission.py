@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from softload.callbacks import tell_loop
@@ -17,7 +18,7 @@ from softload.questions import MOST_OBJECTS
 from softload.transfer import HitPolicy
 from softload.unit_pages import UnitPages, Wanted
 
-__all__ = ["Answers", "Endpoints", "ask_descriptors", "first_columns", "readable", "revalidate"]
+__all__ = ["Answers", "Endpoints", "Steps", "ask_descriptors", "first_columns", "readable", "revalidate"]
 
 Answers = Mapping[str, Descriptor | PageStatus | None]
 """Per object key: where it is, or why it is not; ``None`` where its bytes are here or on their way already."""
@@ -39,26 +40,37 @@ _UNREADABLE = frozenset(
 """What may exist and cannot be read, or is not what it must be."""
 
 
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """What of an admission is told before all answers are there; nothing where some objects are special.
+
+    To know that an object is there takes a tenth of what it takes to know where, and what it is.
+
+    Args:
+        ahead: of the columns, the first ones that are asked for before the others.
+        on_ahead: told where these are, on the loop.
+        on_there: told, on the loop, where all are there and leased; ``None`` where that is not enough.
+        there_first: whether to find that out before it is asked where the first ones are, or else after it.
+        before_rest: awaited, in the latter case, before it is asked where the others are.
+    """
+
+    ahead: int
+    on_ahead: Callable[[Answers], object]
+    on_there: Callable[[], object] | None
+    there_first: bool
+    before_rest: Callable[[], Awaitable[None]]
+
+
 async def ask_descriptors(
-    context: Context,
-    columns: Sequence[Column],
-    until: float,
-    *,
-    ahead: int = 0,
-    on_ahead: Callable[[Answers], object] = lambda _: None,
-    on_there: Callable[[], Awaitable[None]] | None = None,
+    context: Context, columns: Sequence[Column], until: float, steps: Steps | None = None
 ) -> Answers:
     """Revalidate objects: all that are neither here, nor on their way, nor known to be bad.
-
-    To know that an object is there takes a tenth of what it takes to know where: that is asked for last.
 
     Args:
         context: the loader's parts.
         columns: the objects.
         until: when it is too late for an answer.
-        ahead: of the columns, the first ones that are asked for before the others.
-        on_ahead: told of these, on the loop, while the others are still being asked for; not where some are special.
-        on_there: awaited after that, where all others are there and leased; only then it is asked what they are.
+        steps: who is told of some of them before.
     """
     answers: dict[str, Descriptor | PageStatus | None] = {}
     ask: list[str] = []
@@ -80,13 +92,11 @@ async def ask_descriptors(
                 answers[key] = PageStatus.NOT_FOUND
                 ask.append(key)
     if ask:
-        count = sum(len(column.keys) for column in columns[:ahead])
-        if len(ask) < len(answers) or len(ask) < _ASKED_APART:  # some are special, or it is not worth it
-            count = 0
-        if len(ask) < _ASKED_APART:
+        if len(ask) < _ASKED_APART:  # steps would not be worth it
             found = await context.ask_descriptors(ask, until)
         else:
-            found = await _ask_in_slices(context, ask, count, until, on_ahead, on_there)
+            is_simple = len(ask) == len(answers)
+            found = await _ask_in_slices(context, columns, ask, until, steps if is_simple else None)
         answers.update(zip(ask, found, strict=True))
         refuted = zip(ask, found, strict=True) if PageStatus in set(map(type, found)) else ()
         for key, answer in refuted:
@@ -97,15 +107,11 @@ async def ask_descriptors(
 
 
 async def _ask_in_slices(
-    context: Context,
-    keys: list[str],
-    count: int,
-    until: float,
-    on_first: Callable[[Answers], object],
-    on_there: Callable[[], Awaitable[None]] | None,
+    context: Context, columns: Sequence[Column], keys: list[str], until: float, steps: Steps | None
 ) -> list[Descriptor | PageStatus]:
-    """Ask for the first `count` of the keys, tell, and go on with the others: one call after the other on one lane."""
+    """One call after the other on one lane; where all are there, the others' follow later."""
     loop = asyncio.get_running_loop()
+    count = sum(len(column.keys) for column in columns[: steps.ahead]) if steps is not None else 0
     first, rest = keys[:count], keys[count:]
     is_wanted = True
 
@@ -117,18 +123,26 @@ async def _ask_in_slices(
             found += context.describe(some[start : start + at_a_time])
         return found
 
+    def are_there(some: list[str]) -> bool:
+        if steps is None or steps.on_there is None or not is_wanted:
+            return False
+        return all(answer is True for answer in context.calls.exists(some)) and tell_loop(loop, steps.on_there)
+
     def begin() -> list[Descriptor | PageStatus]:
+        if steps is None or not first:
+            return ask(keys)
+        if steps.there_first:
+            are_there(keys)
         found = ask(first)
-        if first and is_wanted:
-            tell_loop(loop, on_first, dict(zip(first, found, strict=True)))
-            if on_there is not None and all(answer is True for answer in context.calls.exists(rest)):
-                return found
-        return found + ask(rest)
+        if is_wanted:
+            tell_loop(loop, steps.on_ahead, dict(zip(first, found, strict=True)))
+        may_wait = not steps.there_first and are_there(rest)
+        return found if may_wait else found + ask(rest)
 
     try:
         found = await context.ask_master(begin, len(keys), until)
-        if on_there is not None and len(found) == len(first) < len(keys):
-            await on_there()
+        if steps is not None and len(found) < len(keys):
+            await steps.before_rest()
             found += await context.ask_master(partial(ask, rest, min(_REST_AT_A_TIME, MOST_OBJECTS)), len(rest), until)
         return found
     finally:

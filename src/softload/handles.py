@@ -10,7 +10,7 @@ import anyio
 import structlog
 
 from softload import events
-from softload.admission import Answers, Endpoints, ask_descriptors
+from softload.admission import Answers, Endpoints, Steps, ask_descriptors
 from softload.callbacks import wait_out
 from softload.context import Context
 from softload.fetches import Turn
@@ -141,27 +141,30 @@ class _Handle:
             apart = set(first)
             rest = [column for run in waiting for column in run.wants.all_columns() if column not in apart]
 
+            def on_there() -> None:
+                if all([run.admit_early() for run in waiting]):
+                    self._admitted_at = anyio.current_time()
+
             def on_ahead(answers: Answers) -> None:
                 for run in waiting:
                     run.read_ahead(answers, endpoints)
 
-            async def on_there() -> None:
-                early = [run.admit_early() for run in waiting]
-                if not all(early):  # the others wait for the answers
-                    return
-                self._admitted_at = anyio.current_time()
-                with anyio.move_on_after(_HEAD_START):
-                    for run in waiting:
-                        await run.progress.begun.wait()
+            async def before_rest() -> None:
+                if all(run.starts_early for run in waiting):  # else some wait for the answers
+                    with anyio.move_on_after(_HEAD_START):
+                        for run in waiting:
+                            await run.progress.begun.wait()
 
-            answers = await ask_descriptors(
-                self._context,
-                [*first, *rest],
-                max(run.deadline for run in waiting),
-                ahead=len(first),
-                on_ahead=on_ahead,
-                on_there=on_there if self._context.admits_early else None,
+            steps = Steps(
+                len(first),
+                on_ahead,
+                on_there if self._context.admits_early else None,
+                # Layers without bytes are ready once the unit is admitted.
+                not any(column.spec.has_any(range(1)) for column in first),
+                before_rest,
             )
+            until = max(run.deadline for run in waiting)
+            answers = await ask_descriptors(self._context, [*first, *rest], until, steps)
         for run in waiting:
             await self._context.pacer.turn()
             run.decide(answers, endpoints)

@@ -92,6 +92,8 @@ class UnitRun:
         self._reason = PageStatus.TIMED_OUT
         self.is_cancelled = False
         self._reserved = False
+        self._is_lacking = False
+        """Whether some of its first layers' objects cannot be read."""
         self._is_early = False
         """Admitted on the store's word that all of it is there: where the others are than the first layers follows."""
         self.outcome: UnitOutcome | None = None
@@ -193,19 +195,24 @@ class UnitRun:
     def admit_early(self) -> bool:
         """All of it is there and leased, as the store says: if there is memory for it, too, the unit goes on.
 
-        Where its later layers' objects are, and that they are what they must be, is told by `decide` before they are
+        Where its objects are, and that they are what they must be, is told by `read_ahead` and `decide` before they are
         read. What is wrong with them then is a late failure.
         """
-        if self.decided.is_set() or self.is_cancelled:
+        if self.decided.is_set() or self.is_cancelled or self._is_lacking or not self.first_columns():
             return False
         self._fetches.announce()
-        if not self._fetches.may_be_admitted:
+        if not (self._fetches.is_granted or self._fetches.reserve()):
             return False
         self._is_early = True
-        self._fetches.admit_early(self.first_columns())
+        self._fetches.admit_early()
         self._decide()
         self.go.set()
         return True
+
+    @property
+    def starts_early(self) -> bool:
+        """Whether it was admitted early, and what its first layers need is here, or being read."""
+        return self._is_early and self._fetches.has_begun
 
     def _decide(self) -> None:
         self.wants.recut()
@@ -226,14 +233,18 @@ class UnitRun:
             answers: per object key of `first_columns`.
             endpoints: what was decided about endpoints so far in this admission; added to.
         """
-        if self.decided.is_set() or self.is_cancelled or not self.pages:
+        is_over = self.is_cancelled or self._scope.cancel_called or self.finished.is_set()
+        if is_over or not self.pages or (self.decided.is_set() and not self._is_early):
             return
         columns = self.first_columns()
         if not columns:  # others of its load are simple
             return
         found = readable(self._context, columns, answers, endpoints)
-        if found is not None:
-            self._fetches.read_ahead(columns, found, self._turn)
+        if found is None:
+            self._is_lacking = True
+            return
+        self._fetches.read_ahead(columns, found, self._turn)
+        self.wake()
 
     def take_over(self, source: UnitRun) -> None:
         """PLACE: hold what a prefetch landed.

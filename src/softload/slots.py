@@ -137,8 +137,9 @@ class SlotTable:
         return sum(int(np.isin(table, states).sum()) for table in self._states.values())
 
     def _check(self, claim: SlotClaim) -> None:
-        unique, counts = np.unique(claim.rows, return_counts=True)
-        if len(unique) != len(claim.rows):
+        # No sorting here: numpy lets go of the interpreter for that, and the event loop may wait long to get it back.
+        if len(set(claim.rows.tolist())) != len(claim.rows):
+            unique, counts = np.unique(claim.rows, return_counts=True)
             raise ValueError(
                 f"request {claim.request_id!r}, pool {claim.pool.name}: expected each page of slots once, "
                 f"got page row {int(unique[counts > 1][0])} twice"

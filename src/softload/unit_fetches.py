@@ -67,10 +67,12 @@ class UnitFetches:
         self._unplanned: deque[tuple[Column, int]] = deque()
         self._unqueued: list[Part] = []
         self._turn = Turn()
-        self._ahead: tuple[tuple[Column, int], ...] = ()
-        """Planned before the unit was admitted."""
-        self.may_be_admitted = False
-        """Whether there is memory for all of it already."""
+        self._ahead: frozenset[tuple[Column, int]] = frozenset()
+        """Planned before it was known where all of the unit is."""
+        self._begun: frozenset[Column] = frozenset()
+        """What its first layers need: it is being read, or lies here, before that is known."""
+        self.is_granted = False
+        """Whether there was memory for all of it before it was admitted."""
         self._known: frozenset[Column] | None = None
         """Where nothing but these is known to be, although the unit was admitted."""
         self._is_lined_up = False
@@ -94,42 +96,64 @@ class UnitFetches:
         """Where the objects' bytes are, page after page."""
         return self._held.segments(column, pages)
 
-    def landed(self, columns: Iterable[Column], layers: range | None = None) -> bool:
+    def landed(self, columns: Iterable[Column], layers: range | None = None, *, is_copying: bool = False) -> bool:
         """Whether the bytes that the unit's good pages need, for `layers` or for all, are here and checked.
 
-        The unit itself asks, between its copies: so it does not copy any more from what was replaced meanwhile.
+        Args:
+            columns: those that hold them.
+            layers: all by default.
+            is_copying: whether the unit, which asks, copies meanwhile. Else it copies no more from what was replaced.
         """
-        self.leave_replaced()
+        if not is_copying:
+            self.leave_replaced()
         for column in columns:
             for _, _, fetch in self._held.spans(column, self._pages.pages_of(column)):
                 if fetch is None or not (fetch.landed if layers is None else fetch.landed_for(layers)):
                     return False
         return True
 
-    def read_ahead(self, columns: Sequence[Column], found: Mapping[str, Descriptor | None], turn: Turn) -> None:
-        """Before the unit is admitted: start the reads of whole columns, if there is memory for all of the unit.
+    def reserve(self) -> bool:
+        """Before the unit is admitted: whether there is memory for all of it, which it has then.
 
         Only where nothing of it is here or on its way, so that there is nothing to join.
         """
-        self.loans.take(columns, found)
         landing, lender, wanted = self._context.landing, self._context.lender, self._sizes()
         sizes = sizes_in_runs(wanted)
         if self._context.reader.knows_any(wanted) or landing.sheds or landing.cost(sizes) > landing.limit(self._share):
-            return
+            return False
         # What is likely to be lent needs no memory in the end: nothing is thrown away for it.
         segments = landing.try_grant_runs(sizes, self._share, may_reclaim=not lender.lent_all)
         if segments is None:
-            return
-        self.may_be_admitted = True
+            return False
         self.announce()
+        self.is_granted = True
         self._spare = Grant(wanted, segments)
+        return True
+
+    def read_ahead(self, columns: Sequence[Column], found: Mapping[str, Descriptor | None], turn: Turn) -> None:
+        """Before it is known where all of the unit is: start the reads of whole columns, if there is memory for all."""
+        self.loans.take(columns, found)
+        is_read = any(self._held.lacks_any(column, self._pages.pages_of(column)) for column in columns)
+        is_wanted = is_read or self._context.admits_early
+        if not self.is_granted and not (is_wanted and self.reserve()):
+            return
         self.descriptors.update(found)
         self._turn = turn
-        if any(self._held.lacks_any(column, self._pages.pages_of(column)) for column in columns):
-            self._ahead = tuple(islice(chunks_of(columns), _CHUNKS_AHEAD))
-            for column, first in self._ahead:
+        if is_read:
+            ahead = list(islice(chunks_of(columns), _CHUNKS_AHEAD))
+            for column, first in ahead:
                 self._unqueued += self._assign(column, first)
+            self._ahead = frozenset(ahead)
             self._queue()
+        self._begun = frozenset(columns)
+        if self._known is not None:
+            self._known = self._begun
+            self._pass_over_held()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether what its first layers need is being read, or lies here."""
+        return bool(self._begun)
 
     @property
     def groups(self) -> tuple[range, ...]:
@@ -139,7 +163,7 @@ class UnitFetches:
     @property
     def has_head_start(self) -> bool:
         """Whether the first layers' reads are out, and no others will be before the next `plan`."""
-        return bool(self._ahead or self._unqueued)
+        return self.is_granted or bool(self._unqueued)
 
     @property
     def must_plan(self) -> bool:
@@ -156,7 +180,7 @@ class UnitFetches:
         await self._context.pacer.turn()
         if self._known is None:
             self.loans.take(self._pages.all_columns())
-        if self.may_be_admitted:
+        if self.is_granted:
             self.prune()
             self._join(self._spare)
         else:
@@ -166,18 +190,16 @@ class UnitFetches:
         self._parts = PartRanges(parts_to_read(self._context, self._pages, self.descriptors, self._spare, waits))
         if self._parts and self._spare:
             self._started = self._context.reader.start_sessions(self._spare)
-        for column, first in chunks_of(self._pages.all_columns()):
-            if (column, first) not in self._ahead:
-                self._unplanned.append((column, first))
+        self._unplanned.extend(chunks_of(self._pages.all_columns()))
         self._is_lined_up = True
         self._pass_over_held()
 
-    def admit_early(self, known: Iterable[Column]) -> None:
-        """The unit goes on, although of nothing but these columns is it known where the objects are."""
-        self._known = frozenset(known)
+    def admit_early(self) -> None:
+        """The unit goes on, although it is not known where its objects are."""
+        self._known = self._begun
 
     def learn(self, descriptors: Mapping[str, Descriptor | None]) -> None:
-        """Where the other objects are: what is left to read can be planned."""
+        """Where all of it is: what is left to read can be planned."""
         known, self._known = self._known or frozenset(), None
         self.descriptors.update(descriptors)
         if self._is_lined_up:
@@ -189,9 +211,10 @@ class UnitFetches:
         self._unplanned = deque(
             (column, first)
             for column, first in self._unplanned
-            if self._held.lacks_any(column, pages_of_chunk(self._pages.pages_of(column), first))
+            if (column, first) not in self._ahead
+            and self._held.lacks_any(column, pages_of_chunk(self._pages.pages_of(column), first))
         )
-        if self._known is not None:
+        if self._known is not None or not self._is_lined_up:
             return
         if self._share is Share.STREAMING and self._pages.pages:
             self._context.lender.lent_all = bool(self.loans.nbytes) and not self._unplanned and not self._ahead
@@ -212,8 +235,7 @@ class UnitFetches:
         joined = self._join(wanted)  # before asking for room: room is made by freeing what nobody holds
         new = {key: size for key, size in wanted.items() if key not in joined} if joined else wanted
         if new and landing.sheds:
-            self._pages.limit(0, PageStatus.SHED)
-            self.prune()
+            self._shed()
             new = {}
         # Nothing to read waits for nobody: a miss is told at once, whoever queues for room.
         segments = landing.try_grant_runs(sizes_in_runs(new), self._share) if new else []
@@ -226,6 +248,14 @@ class UnitFetches:
             self._join(wanted)
             self.loans.take(self._pages.all_columns())
         self._spare = Grant(new, segments)
+
+    def _shed(self) -> None:
+        """Nothing more can be read: what is here, or lent, before the first page that lacks something stays."""
+        while lacking := [wanted for wanted in self._pages.needed() if self._held.at(*wanted) is None]:
+            for column, page in lacking:
+                self._pages.mark_bad(column, page, PageStatus.SHED)
+            self._pages.recut()
+        self.prune()
 
     async def plan(self, turn: Turn) -> bool:
         """Join or start the next few fetches, in the order in which they are wanted. False where none are, by now.
@@ -286,8 +316,12 @@ class UnitFetches:
                     self._hold(Wanted(column, first), wanted)
 
     def read_refuted(self, refuted: Sequence[Refuted], turn: Turn) -> None:
-        """What was copied from where it lay was not proven: read it."""
-        self._is_marked |= self.loans.read(refuted, turn, self._share)
+        """What was copied from where it lay was not proven: read it, unless that is done, or under way, already."""
+
+        def join(column: Column, page: int) -> bool:
+            return self._join_some(column, page, page + 1) > 0
+
+        self._is_marked |= self.loans.read(refuted, turn, self._share, join)
         self._conclude()
 
     def split(self, old: Fetch, new: Sequence[Fetch]) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 
 import anyio
 import pytest
+import torch
 
-from softload import PageLoader, PageStatus, PageStore, lending
+from softload import DevicePool, DevicePoolGroup, PageLoader, PageStatus, PageStore, PoolName, lending
 from softload.outcomes import UnitOutcome
 from softload.protocols import Descriptor
 from softload.stores.wrapper import LendingWrapperStore
@@ -17,6 +18,7 @@ from softload.testing import HangingStore, RecordingStore
 
 from .doubles import LyingStore
 from .harness import (
+    PAGE_SIZE,
     Pools,
     arrived,
     assert_outcome,
@@ -152,6 +154,74 @@ async def test_a_load_that_ends_before_it_is_known_where_all_is_leaves_nothing_b
         if ends_by != "deadline":
             assert_outcome((await load(loader, pools.unit("again", keys(PAGES), ROWS)))["again"], PAGES)
             pools.assert_restored(keys(PAGES), ROWS)
+
+
+async def test_nothing_is_admitted_before_all_of_it_is_known_to_be_there() -> None:
+    pools = make_pools(pages=2 * PAGES)
+    hanging = HangingStore(store())
+    async with opened(hanging, pools) as loader:
+        await put(loader, pools, keys(PAGES))
+        hanging.hold("exists")
+        async with loader.load([pools.unit("a", keys(PAGES), ROWS)]) as handle:
+            await arrived(hanging, "exists")
+            with anyio.move_on_after(0.05) as waited:
+                await handle.admitted()
+            assert waited.cancelled_caught
+            pools.assert_rows_kept()
+            hanging.release()
+            assert (await handle.admitted())["a"] == PAGES
+            assert_outcome((await handle.report()).outcomes["a"], PAGES)
+        pools.assert_restored(keys(PAGES), ROWS)
+        await settle(loader)
+
+
+@pytest.mark.parametrize("answer", [False, PageStatus.STORE_UNREACHABLE, PageStatus.MALFORMED])
+async def test_what_is_not_known_to_be_there_is_no_late_failure(answer: Any) -> None:
+    pools = make_pools(pages=2 * PAGES)
+    lying = LyingStore(store())
+    async with opened(lying, pools) as loader:
+        await put(loader, pools, keys(PAGES))
+        page = is_of("k7")
+        lying.lie("exists", page, answer)
+        lying.lie("descriptors", lambda key: page(key) and not key.endswith(".g0"), PageStatus.NOT_FOUND)
+        outcome = await outcome_of(loader, pools, admitted=7)
+        assert_outcome(outcome, 7, PageStatus.NOT_FOUND)
+        assert outcome.late_failure is None
+        await settle(loader)
+
+
+async def test_first_layers_that_cannot_be_read_are_no_late_failure() -> None:
+    pools = make_pools(pages=2 * PAGES)
+    lying = LyingStore(store())
+    async with opened(lying, pools) as loader:
+        await put(loader, pools, keys(PAGES))
+        page = is_of("k7")
+        lying.lie("descriptors", lambda key: page(key) and key.endswith(".g0"), PageStatus.NO_MEMORY_REPLICA)
+        outcome = await outcome_of(loader, pools, admitted=7)
+        assert_outcome(outcome, 7, PageStatus.NO_MEMORY_REPLICA)
+        assert outcome.late_failure is None
+        pools.assert_restored(keys(7), ROWS[:7])
+        await settle(loader)
+
+
+async def test_layers_without_bytes_are_ready_once_all_is_known_to_be_there() -> None:
+    pages = 140
+    mapping = {layer: layer - 2 for layer in range(2, 6)}
+    buffers = [torch.zeros(pages * PAGE_SIZE, 1, 24, dtype=torch.uint8) for _ in mapping]
+    pool = DevicePool(PoolName.KV, PoolName.KV, [buffers], mapping, PAGE_SIZE, False)
+    pools = Pools(DevicePoolGroup([pool], 6, PAGE_SIZE))
+    hanging = HangingStore(store())
+    async with opened(hanging, pools) as loader:
+        await put(loader, pools, keys(pages))
+        hanging.hold("descriptors")
+        async with loader.load([pools.unit("a", keys(pages), range(pages))]) as handle:
+            assert (await handle.admitted())["a"] == pages
+            assert (await handle.layer(1)).live == {"a"}
+            pools.assert_rows_kept()
+            hanging.release()
+            assert_outcome((await handle.report()).outcomes["a"], pages)
+        pools.assert_restored(keys(pages), range(pages))
+        await settle(loader)
 
 
 async def test_ranks_wait_for_all_answers() -> None:

@@ -1,8 +1,13 @@
-"""The first layers' objects are read while the master is still asked for the others; slots wait for all of it."""
+"""The first layers' objects are read while the master is still asked for the others; slots wait for all of it.
+
+So it is where a unit is not admitted before all is known of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
 
 import anyio
 import pytest
@@ -15,6 +20,7 @@ from softload import (
     HitPolicy,
     PageLoader,
     PageStatus,
+    PageStore,
     PoolName,
     SaveStatus,
     TransferUnit,
@@ -23,6 +29,7 @@ from softload import (
 )
 from softload.testing import HangingStore, RecordingStore
 
+from . import harness
 from .doubles import LyingStore
 from .harness import (
     PAGE_SIZE,
@@ -38,7 +45,6 @@ from .harness import (
     load,
     make_pools,
     missed,
-    opened,
     put,
     settle,
     slots,
@@ -53,21 +59,30 @@ PAGES = 40
 ROWS = range(PAGES)
 
 
+@asynccontextmanager
+async def opened(page_store: PageStore, pools: Pools, **options: Any) -> AsyncIterator[PageLoader]:
+    """A loader to which it is not enough that objects exist."""
+    async with harness.opened(page_store, pools, **options) as loader:
+        assert loader._context is not None
+        loader._context.health.doubt_existence()
+        yield loader
+
+
 def for_the_rest(object_keys: Sequence[str]) -> bool:
-    """For `HangingStore.hold`: a question for all objects but those of the first layers."""
+    """For `HangingStore.hold`: the question for all objects but those of the first layers."""
     return len(object_keys) == 3 * PAGES
 
 
-async def test_first_layers_are_read_before_the_rest_is_known_to_be_there_and_copied_after() -> None:
+async def test_first_layers_are_read_before_the_rest_is_known_and_copied_after() -> None:
     pools = make_pools(pages=2 * PAGES)
     recording = RecordingStore(store())
     hanging = HangingStore(recording)
     async with opened(hanging, pools) as loader:
         await put(loader, pools, keys(PAGES))
         recording.clear()
-        hanging.hold("exists", for_the_rest)
+        hanging.hold("descriptors", for_the_rest)
         async with loader.load([pools.unit("a", keys(PAGES), ROWS)]) as handle:
-            await arrived(hanging, "exists")
+            await arrived(hanging, "descriptors")
             await eventually(lambda: loader.statistics().bytes_loaded > 0)
             first = recording.keys_of("read")
             assert len(first) == PAGES and all(map(is_of(*keys(PAGES)), first))
@@ -124,7 +139,6 @@ async def test_what_is_read_ahead_of_a_cut_is_let_go(good: int) -> None:
     async with opened(lying, pools) as loader:
         await put(loader, pools, keys(PAGES))
         page = is_of(f"k{good}")
-        lying.lie("exists", page, False)
         lying.lie("descriptors", page, PageStatus.NOT_FOUND, skip=1)  # its first layer is there, the others are not
         async with loader.load([pools.unit("a", keys(PAGES), ROWS)]) as handle:
             assert (await handle.admitted())["a"] == good
@@ -143,9 +157,9 @@ async def test_a_page_that_fails_to_be_read_ahead_cuts_the_unit_before_it_is_adm
     async with opened(hanging, pools) as loader:
         await put(loader, pools, keys(PAGES))
         lying.lie("read", is_of("k5"), PageStatus.NOT_FOUND)
-        hanging.hold("exists", for_the_rest)
+        hanging.hold("descriptors", for_the_rest)
         async with loader.load([pools.unit("a", keys(PAGES), ROWS)]) as handle:
-            await arrived(hanging, "exists")
+            await arrived(hanging, "descriptors")
             await eventually(lambda: loader.statistics().bytes_loaded > 0)
             hanging.release()
             assert (await handle.admitted())["a"] == 5
@@ -163,7 +177,7 @@ async def test_a_load_that_ends_while_it_reads_ahead_leaves_nothing_behind(ends_
     hanging = HangingStore(store())
     async with opened(hanging, pools, stuck_threads=4) as loader:
         await put(loader, pools, keys(PAGES))
-        hanging.hold("exists", for_the_rest)
+        hanging.hold("descriptors", for_the_rest)
         hanging.hold("read")
         deadline = 0.3 if ends_by == "deadline" else None
         async with loader.load([pools.unit("a", keys(PAGES), ROWS, deadline=deadline)]) as handle:
