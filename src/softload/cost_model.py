@@ -91,6 +91,9 @@ class _Fit:
         aa, bb, ab, a, b = self.moments
         if self.weight < _LEAST_WEIGHT:
             return expected
+        # Calls that all have as many bytes an item do not tell the two apart: then an item costs what it should, and
+        # what that does not explain are the bytes.
+        expected = Costs(expected.item, max(0.0, (b - ab * expected.item) / bb))
         # In the samples' own scale, so that an expectation that is off by orders of magnitude weighs no more.
         hold_a, hold_b = _PRIOR * aa / self.weight, _PRIOR * bb / self.weight
         aa, bb, a, b = aa + hold_a, bb + hold_b, a + hold_a * expected.item, b + hold_b * expected.byte

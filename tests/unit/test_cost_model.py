@@ -95,6 +95,16 @@ def test_calls_of_one_size_that_take_now_more_now_less_come_out_as_long_as_toget
     assert model.costs("a", ranged=False).seconds(32, 32 * (9 << 20)) > 0.8 * 32 * 0.009
 
 
+@pytest.mark.parametrize("ranged", [False, True])
+def test_what_calls_of_one_kind_do_not_tell_is_not_blamed_on_items(ranged: bool) -> None:
+    """Parts of four layers alone: what one layer would take follows from their bytes, and from what ranges cost."""
+    model = CostModel(clock=Clock())
+    for _ in range(20):
+        model.record("a", ranged=ranged, items=64, nbytes=16 << 20, seconds=64 * 30e-6 + (16 << 20) / 1e9)
+    expected = 64 * 30e-6 + (4 << 20) / 1e9
+    assert model.costs("a", ranged=ranged).seconds(64, 4 << 20) < 1.2 * expected
+
+
 def test_the_parts_of_calls_at_a_time_add_up_to_the_time_in_which_there_was_any() -> None:
     clock = Clock()
     shared = SharedTime(clock)
