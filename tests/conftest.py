@@ -10,6 +10,8 @@ import structlog
 
 from softload.stores import EmbeddedMooncakeStore
 
+pytest.register_assert_rewrite("softload.testing.store_suite", "softload.testing.lending_suite")
+
 
 @pytest.fixture(autouse=True)
 def log_settings() -> Iterator[None]:

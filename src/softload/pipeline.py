@@ -361,6 +361,8 @@ class UnitRun:
             while await self._fetches.plan(self._turn):
                 pass
         self.progress.admit(self.pages)
+        while self._fetches.must_plan:
+            await self._fetches.plan(self._turn)
 
     async def _wind_up(self) -> None:
         """After the deadline or a cancel. What has landed is still worth one chunk of copies, but no more."""

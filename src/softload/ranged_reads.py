@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Protocol
 
+import anyio
+
 from softload.cost_model import CostModel
 from softload.fetches import Fetch, Part, PartState, Turn
 from softload.outcomes import PageStatus
@@ -53,16 +55,40 @@ class RangedReads:
         """Sessions started so far; see `SessionTable.starts`."""
         return self._sessions.starts
 
-    async def begin(self, parts: Sequence[Part], turn: Turn) -> None:
-        """Hold sessions for the parts' objects, then have them read."""
+    async def warm(self, keys: Sequence[str], started: anyio.Event) -> None:
+        """Have sessions started that `begin` will want in a moment, and hold them until it has, or nobody will."""
+        answers = await self._sessions.acquire(keys)
+        try:
+            await started.wait()
+        finally:
+            self._sessions.release(answer for answer in answers.values() if isinstance(answer, Session))
+
+    async def begin(self, parts: Sequence[Part], turn: Turn, started: anyio.Event | None = None) -> None:
+        """Hold sessions for the parts' objects, then have them read.
+
+        Later parts of objects may come while the sessions of the first ones are being started.
+
+        Args:
+            parts: of objects.
+            turn: their unit's place among others.
+            started: of `warm`, if that was called for them.
+        """
+        parts = [part for part in parts if part.state is PartState.QUEUED and part in part.fetch.parts]
         new = {part.fetch.key: part.fetch for part in parts if part.fetch.session is None}
         since = self._clock()
-        answers = await self._sessions.acquire(list(new)) if new else {}
+        try:
+            answers = await self._sessions.acquire(list(new)) if new else {}
+        finally:
+            if started is not None:
+                started.set()
         if new and all(isinstance(answer, Session) for answer in answers.values()):
             self._costs.record_start(len(new), self._clock() - since)
         for key, fetch in new.items():
             answer = answers[key]
-            if isinstance(answer, Session):
+            if fetch.session is not None or fetch.failed or any(part.layers is None for part in fetch.parts):
+                if isinstance(answer, Session):  # the other parts of it have had their answer meanwhile
+                    self._sessions.release([answer])
+            elif isinstance(answer, Session):
                 fetch.session = answer
                 if not fetch.listeners:  # everybody left meanwhile
                     self.release(fetch)

@@ -11,7 +11,7 @@ import numpy as np
 from softload.config import Layout, ReadMode
 from softload.context import Context
 from softload.cost_model import best_way
-from softload.geometry.layout import ObjectSpec, layer_groups, range_groups
+from softload.geometry.layout import ObjectSpec, range_groups
 from softload.planning import Column
 from softload.protocols import Descriptor
 from softload.unit_pages import UnitPages
@@ -51,7 +51,7 @@ def parts_to_read(
     if config.layout is not Layout.PAGE or config.read_mode is ReadMode.WHOLE:
         return ()
     if config.read_mode is ReadMode.RANGES:
-        return layer_groups(context.pools.num_layers)
+        return range_groups(context.pools.num_layers)
     if layer_seconds is None:
         return ()
     work = _work(wants, descriptors, unread)

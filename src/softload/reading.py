@@ -8,6 +8,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import anyio
 import structlog
 
 from softload import events
@@ -181,13 +182,27 @@ class Reader:
             freed.append(fetch.segment)
         self._landing.release_all(freed)
 
-    def read(self, parts: Sequence[Part], turn: Turn) -> None:
-        """Queue reads of parts that are QUEUED, in the order in which they are wanted."""
+    def read(self, parts: Sequence[Part], turn: Turn, started: anyio.Event | None = None) -> None:
+        """Queue reads of parts that are QUEUED, in the order in which they are wanted.
+
+        Args:
+            parts: all of one unit.
+            turn: the unit's place among others.
+            started: of `start_sessions`, if that was called for them.
+        """
         ranged = [part for part in parts if part.layers is not None]
         whole = [part for part in leaves(parts) if part.layers is None]
         if ranged:
-            self._spawn(lambda: self._ranged.begin(ranged, turn))
+            self._spawn(lambda: self._ranged.begin(ranged, turn, started))
+        elif started is not None:
+            started.set()
         self.submit(whole, turn, ranged=False)
+
+    def start_sessions(self, keys: Collection[str]) -> anyio.Event:
+        """Parts of these objects will be read: start their sessions. The event must go to `read`, whatever is read."""
+        wanted, started = list(keys), anyio.Event()
+        self._spawn(lambda: self._ranged.warm(wanted, started))
+        return started
 
     def reclaim(self, nbytes: int) -> None:
         """Free kept bytes, oldest first, at least `nbytes` of them."""

@@ -329,6 +329,8 @@ class SessionTable:
 
     def _not_started(self, start: _Start) -> None:
         """The store was not asked, or does not answer: those that were open before still are."""
+        if start.done.is_set():  # it was, and did: what starts now does so by another's will
+            return
         for session in start.sessions:
             if session.state is SessionState.STARTING:
                 if start.is_new:
@@ -347,7 +349,8 @@ class SessionTable:
             self._none_open.set()
 
     def _end_unheld(self) -> None:
-        unheld, self._unheld = self._unheld, []
+        # Each once: one may have been let go of, held again and let go of in the same step.
+        unheld, self._unheld = dict.fromkeys(self._unheld), []
         self._end_unheld_of(unheld)
 
     def _end_unheld_of(self, sessions: Iterable[Session]) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 
@@ -14,11 +14,12 @@ import structlog
 from softload import events
 from softload.context import Context
 from softload.copies import Copy, chunks, copies_in, execute, wait_for, zeros
+from softload.copying import Chunk, Copying
 from softload.geometry.group import ResolvedComponent
 from softload.geometry.layout import Fragment
 from softload.landing import SegmentState
-from softload.lent_copies import DIRECT, LentCopy, Refuted, copy_lent, lent_batches, lent_copies
-from softload.native_calls import NativeCall, RefusedError
+from softload.lent_copies import LentCopy, Refuted, copy_lent, lent_batches, lent_copies
+from softload.native_calls import RefusedError
 from softload.outcomes import PageStatus
 from softload.planning import Column, needed_pages
 from softload.slots import SlotState
@@ -26,7 +27,7 @@ from softload.transfer import Fence
 from softload.unit_fetches import UnitFetches
 from softload.unit_pages import UnitPages
 
-__all__ = ["AnyCopy", "UnitCopies"]
+__all__ = ["AnyCopy", "BegunCopies", "UnitCopies"]
 
 _log = structlog.get_logger(__name__)
 
@@ -37,8 +38,13 @@ _TOGETHER_BYTES = 2 << 20
 AnyCopy = Copy | LentCopy
 """Of bytes that have landed, or from where the store has them."""
 
-Chunk = Callable[[], list[Refuted] | None]
-"""What is copied between two looks at the deadline; what of it was not proven."""
+
+@dataclass(frozen=True, slots=True)
+class BegunCopies:
+    """Copies on their way, and those of them that are from where the store has its bytes."""
+
+    copying: Copying
+    lent: Sequence[LentCopy]
 
 
 class UnitCopies:
@@ -89,6 +95,10 @@ class UnitCopies:
             copies: what to copy.
             layer: the first that waits for it; lower ones, of whatever unit, go first.
         """
+        return await self.end(self.begin(copies, layer))
+
+    def begin(self, copies: Sequence[AnyCopy], layer: int) -> BegunCopies:
+        """Begin what `copy` does; `end`, or that of its `copying`, must follow."""
         if copies:
             self._move_slots(SlotState.FILLING)
         context, most = self._context, self._context.config.copy_chunk_bytes
@@ -97,18 +107,24 @@ class UnitCopies:
         prove = partial(copy_lent, context.calls, integrity=context.config.integrity, clock=context.lender.clock)
         parts = [partial(execute, part) for part in chunks(landed, most)]  # type: ignore[arg-type]  # no lent ones
         direct = [partial(prove, part) for part in lent_batches(lent, most)]
-        refuted: list[Refuted] = []
         calls: list[Chunk] = [*direct, *parts]
         if len(calls) > 1 and sum(copy.nbytes for copy in copies) <= min(most, _TOGETHER_BYTES):
             calls = [partial(_all_of, calls)]
-        if not await self._run_all(calls, float(layer), refuted, direct=len(direct)):
+        return BegunCopies(Copying(context.compute, calls, float(layer), direct=len(direct)), lent)
+
+    async def end(self, begun: BegunCopies, following: BegunCopies | None = None) -> bool:
+        """Wait until all is copied; see `copy`. If that is cancelled, what is `following` does not start any more."""
+        if not await self._wait(begun.copying, None if following is None else following.copying):
             return False
-        if lent:
+        if begun.lent:
+            lent, refuted, counters = begun.lent, begun.copying.refuted, self._context.counters
             # Of an object that holds several groups of layers, with the first of them.
-            nbytes = sum(copy.segment.nbytes * copy.segment.count for copy in lent if not copy.fragments[0].offset)
+            nbytes = sum(
+                copy.segment.nbytes * copy.segment.count for copy in begun.lent if not copy.fragments[0].offset
+            )
             nbytes -= sum(each.column.spec.size for each in refuted if not each.fragments[0].offset)
-            context.counters.bytes_loaded += nbytes
-            context.counters.bytes_direct += nbytes
+            counters.bytes_loaded += nbytes
+            counters.bytes_direct += nbytes
             self._fetches.loans.proven(lent, refuted)
             self._refuted += refuted
         return True
@@ -119,67 +135,20 @@ class UnitCopies:
         refuted.sort(key=lambda each: each.page)  # lanes end as they like; the first pages are worth most
         return refuted
 
-    async def _run_all(
-        self,
-        parts: Sequence[Chunk],
-        priority: float,
-        refuted: list[Refuted] | None = None,
-        direct: int = 0,
-    ) -> bool:
-        """Copy chunks on as many lanes as there are; they never touch the same bytes. False once one has failed.
-
-        Args:
-            parts: the chunks.
-            priority: their turn, lower ones first.
-            refuted: gets what was not proven.
-            direct: how many of the first ones copy from where the store has its bytes, for traces.
-        """
-        errors: list[Exception] = []
-        running: set[NativeCall[list[Refuted] | None]] = set()
-        returned = asyncio.Event()
-
-        def back(call: NativeCall[list[Refuted] | None]) -> None:
-            running.discard(call)
-            if refuted is not None and call.value:
-                refuted.extend(call.value)
-            if call.error is not None:
-                errors.append(call.error)
-            if errors or not running:
-                returned.set()
-
-        calls = [NativeCall(part, back, priority=priority) for part in parts]
-        for call in calls[:direct]:
-            call.label = call.kind = DIRECT
-            call.alone = True  # one of them has all of the memory's rate; two would wait for one another's interpreter
-        try:
-            for call in calls:
-                running.add(call)
-                self._context.compute.submit(call)
-        except RefusedError as error:
-            running.discard(call)
-            errors.append(error)
-        try:
-            if running and not errors:
-                await returned.wait()
-        finally:
-            # Failed or cancelled: what has not started never will, what has started ends before anybody goes on.
-            if running:
-                running.difference_update([call for call in list(running) if call.withdraw()])
-                with anyio.CancelScope(shield=True):
-                    while running:
-                        returned = asyncio.Event()
-                        await returned.wait()
-        if errors:
+    async def _wait(self, copying: Copying, following: Copying | None = None) -> bool:
+        is_good = await copying.wait(following)
+        if not is_good:
             self._context.log.tell(
-                _log.error, events.COPY_FAILED, request_id=self._wants.request_id, error=repr(errors[0])
+                _log.error, events.COPY_FAILED, request_id=self._wants.request_id, error=repr(copying.error)
             )
-        return not errors
+        return is_good
 
     async def run_chunk(self, chunk: Sequence[Copy]) -> bool:
         """Copy one chunk to its end. False where the device could not: that costs this unit, not the loader."""
         is_good = False
         with anyio.CancelScope(shield=True):
-            is_good = await self._run_all([partial(execute, chunk)], float(self._context.pools.num_layers))
+            copying = Copying(self._context.compute, [partial(execute, chunk)], float(self._context.pools.num_layers))
+            is_good = await self._wait(copying)
         return is_good
 
     def again(self, refuted: Iterable[Refuted]) -> list[AnyCopy]:

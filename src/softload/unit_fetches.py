@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Protocol
+
+import anyio
 
 from softload.config import Layout
 from softload.context import Context
@@ -75,6 +78,8 @@ class UnitFetches:
         self._is_lined_up = False
         self._parts = PartRanges()
         """What objects are read in; none where they are read whole."""
+        self._started: anyio.Event | None = None
+        """Goes with the next parts that are queued: sessions were started for them."""
         self._is_marked = False
         """Whether what was found while joining costs pages, or their draft."""
         self.descriptors: dict[str, Descriptor | None] = {}
@@ -91,12 +96,16 @@ class UnitFetches:
         """Where the objects' bytes are, page after page."""
         return self._held.segments(column, pages)
 
-    def landed(self, columns: Iterable[Column], layers: range | None = None) -> bool:
+    def landed(self, columns: Iterable[Column], layers: range | None = None, *, is_copying: bool = False) -> bool:
         """Whether the bytes that the unit's good pages need, for `layers` or for all, are here and checked.
 
-        The unit itself asks, between its copies: so it does not copy any more from what was replaced meanwhile.
+        Args:
+            columns: those that hold them.
+            layers: all by default.
+            is_copying: whether the unit, which asks, copies meanwhile. Else it copies no more from what was replaced.
         """
-        self.leave_replaced()
+        if not is_copying:
+            self.leave_replaced()
         for column in columns:
             for _, _, fetch in self._held.spans(column, self._pages.pages_of(column)):
                 if fetch is None or not (fetch.landed if layers is None else fetch.landed_for(layers)):
@@ -151,6 +160,16 @@ class UnitFetches:
         """The layers that are copied at a time, as they come; known once `begin` has returned."""
         return (range_groups if self._parts else layer_groups)(self._context.pools.num_layers)
 
+    @property
+    def has_head_start(self) -> bool:
+        """Whether the first layers' reads are out, and no others will be before the next `plan`."""
+        return self.is_granted or bool(self._unqueued)
+
+    @property
+    def must_plan(self) -> bool:
+        """Whether nothing is read before all of it is planned, as where objects are read in parts."""
+        return bool(self._parts and self._unplanned)
+
     def announce(self) -> None:
         """It is about to plan its pages: what others have copied of them may serve it."""
         self._context.planned.add(self, self._pages.page_keys())
@@ -169,6 +188,8 @@ class UnitFetches:
         self._conclude()
         waits = None if self._share is Share.PREFETCH else self._layer_seconds
         self._parts = PartRanges(parts_to_read(self._context, self._pages, self.descriptors, self._spare, waits))
+        if self._parts and self._spare:
+            self._started = self._context.reader.start_sessions(self._spare)
         self._unplanned.extend(chunks_of(self._pages.all_columns()))
         self._is_lined_up = True
         self._pass_over_held()
@@ -214,8 +235,7 @@ class UnitFetches:
         joined = self._join(wanted)  # before asking for room: room is made by freeing what nobody holds
         new = {key: size for key, size in wanted.items() if key not in joined} if joined else wanted
         if new and landing.sheds:
-            self._pages.limit(0, PageStatus.SHED)
-            self.prune()
+            self._shed()
             new = {}
         # Nothing to read waits for nobody: a miss is told at once, whoever queues for room.
         segments = landing.try_grant_runs(sizes_in_runs(new), self._share) if new else []
@@ -229,11 +249,25 @@ class UnitFetches:
             self.loans.take(self._pages.all_columns())
         self._spare = Grant(new, segments)
 
+    def _shed(self) -> None:
+        """Nothing more can be read: what is here, or lent, before the first page that lacks something stays."""
+        while lacking := [wanted for wanted in self._pages.needed() if self._held.at(*wanted) is None]:
+            for column, page in lacking:
+                self._pages.mark_bad(column, page, PageStatus.SHED)
+            self._pages.recut()
+        self.prune()
+
     async def plan(self, turn: Turn) -> bool:
         """Join or start the next few fetches, in the order in which they are wanted. False where none are, by now.
 
+        Of objects that are read in parts the first are started when all is planned, and the others by the next call.
+
         Little by little, so that what has landed can be copied while later layers are planned.
         """
+        if not self._unplanned:
+            has_others = bool(self._unqueued)
+            self._queue()
+            return has_others
         if not self._may_plan():
             return False
         await self._context.pacer.turn()
@@ -282,8 +316,12 @@ class UnitFetches:
                     self._hold(Wanted(column, first), wanted)
 
     def read_refuted(self, refuted: Sequence[Refuted], turn: Turn) -> None:
-        """What was copied from where it lay was not proven: read it."""
-        self._is_marked |= self.loans.read(refuted, turn, self._share)
+        """What was copied from where it lay was not proven: read it, unless that is done, or under way, already."""
+
+        def join(column: Column, page: int) -> bool:
+            return self._join_some(column, page, page + 1) > 0
+
+        self._is_marked |= self.loans.read(refuted, turn, self._share, join)
         self._conclude()
 
     def split(self, old: Fetch, new: Sequence[Fetch]) -> None:
@@ -413,13 +451,18 @@ class UnitFetches:
 
     def _finish_planning(self) -> None:
         self._context.planned.discard(self)
-        self._unqueued.sort(key=lambda part: 0 if part.layers is None else part.layers.start)
+        self._unqueued.sort(key=_first_layer)
+        later = bisect_right(self._unqueued, _first_layer(self._unqueued[0]), key=_first_layer) if self._unqueued else 0
+        waiting = self._unqueued[later:] if self._parts and self._share is Share.STREAMING else []
+        self._unqueued = self._unqueued[: len(self._unqueued) - len(waiting)]
         self._queue()
+        self._unqueued = waiting
         self._release_spare()
 
     def _queue(self) -> None:
         parts, self._unqueued = self._unqueued, []
-        self._context.reader.read(parts, self._turn)
+        started, self._started = self._started, None
+        self._context.reader.read(parts, self._turn, started)
 
     def _join_some(self, column: Column, page: int, stop: int) -> int:
         """Hold what is here or on its way of the pages from this one on, as far as one fetch brings it; how many."""
@@ -488,3 +531,7 @@ class UnitFetches:
             self._pages.mark_bad(wanted.column, wanted.page, PageStatus.WRONG_SIZE)
         elif self._pages.draft_rides and size < spec.size:
             self._pages.mark_without_draft(wanted.column, wanted.page)
+
+
+def _first_layer(part: Part) -> int:
+    return 0 if part.layers is None else part.layers.start

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Protocol
@@ -14,7 +15,7 @@ from softload.context import Context
 from softload.fetches import Turn
 from softload.outcomes import PageStatus
 from softload.planning import Column
-from softload.unit_copies import AnyCopy, UnitCopies
+from softload.unit_copies import AnyCopy, BegunCopies, UnitCopies
 from softload.unit_fetches import UnitFetches
 from softload.unit_pages import UnitPages
 from softload.unit_progress import UnitProgress
@@ -22,14 +23,14 @@ from softload.unit_progress import UnitProgress
 __all__ = ["UnitLayers"]
 
 _HEAD_START = 0.02
-"""Seconds that each read of what was read ahead has the interpreter for itself.
+"""Seconds that each read of the first layers has the interpreter, and its endpoint, for itself.
 
 A thread whose call is over gets the interpreter once the event loop has nothing left to do: all that is planned
 meanwhile, it waits for. No longer than that, so that a first layer that hangs costs nothing but itself.
 """
 
 _COPIED_ALONG = 1 << 20
-"""Fewer bytes are copied together with the next layers', where those have landed too."""
+"""Fewer bytes are copied together with the next layers', where those have landed too; nobody waits for no bytes."""
 
 
 class LayeredUnit(Protocol):
@@ -43,6 +44,14 @@ class LayeredUnit(Protocol):
 
     def cut(self) -> None:
         """Some of what it wants was marked: draw the conclusion."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """Layers whose copies have begun."""
+
+    layers: range
+    begun: BegunCopies
 
 
 class UnitLayers:
@@ -80,6 +89,10 @@ class UnitLayers:
         self._turn = turn
         self._keep = keep
         self._columns: dict[range, list[Column]] = {}
+        self._is_first = True
+        """Whether nothing has been copied yet."""
+        self._ahead: _Step | None = None
+        """The next layers' copies, begun while those of the layers before run."""
         self._zeroed = False
         self.restored = 0
         """Pages whose slots hold all layers."""
@@ -89,30 +102,29 @@ class UnitLayers:
     async def copy_target(self) -> None:
         """Copy layer by layer. `restored` says how much of it is there."""
         left = deque(self._fetches.groups)
-        while left:
-            layers = left.popleft()
-            idle = _HEAD_START if not layers.start and self._fetches.is_granted else 0.0
-            await self._unit.until(partial(self._is_here, layers), idle)
-            if self._wants.pages:
-                refused = await self._copies.wait_for_engine()
-                if refused is not None:
-                    self._unit.give_up(refused)
-                await self._context.pacer.turn()
-            copies = self._copies_of(layers)
-            nbytes = sum(copy.nbytes for copy in copies)
-            while left and nbytes < _COPIED_ALONG and self._is_here(left[0]):
-                more = self._copies_of(left[0])
-                nbytes += sum(copy.nbytes for copy in more)
-                copies += more
-                layers = range(layers.start, left.popleft().stop)
-            if not await self._copy(copies, layers.start, partial(self._is_here, layers)):
-                self._unit.give_up(PageStatus.CANCELLED)
-            self._progress.copied(layers.stop)
-            await anyio.lowlevel.cancel_shielded_checkpoint()  # who waits for these layers goes first
-            if self._wants.pages and not self._wants.draft_rides:
-                await self._context.pacer.turn()
-                columns = (column for column in self._wants.columns if column.spec.layers[-1] in layers)
-                self._fetches.let_go(columns, keep=self._keep)
+        step: _Step | None = None
+        try:
+            while left or self._ahead is not None:
+                step, self._ahead = self._ahead, None
+                is_first = self._is_first
+                if step is None:
+                    await self._wait_for(left[0])
+                    step = self._begin(left)
+                if left and not is_first and self._wants.pages and self._is_here(left[0], is_copying=True):
+                    self._ahead = self._begin(left)  # not beside the first layers: they have the interpreter alone
+                if not await self._end(step.begun, step.layers.start, partial(self._is_here, step.layers)):
+                    self._unit.give_up(PageStatus.CANCELLED)
+                self._progress.copied(step.layers.stop)
+                await anyio.lowlevel.cancel_shielded_checkpoint()  # who waits for these layers goes first
+                if self._wants.pages and not self._wants.draft_rides:
+                    await self._context.pacer.turn()
+                    columns = (column for column in self._wants.columns if column.spec.layers[-1] in step.layers)
+                    self._fetches.let_go(columns, keep=self._keep)
+        finally:
+            for each in (step, self._ahead):
+                if each is not None:
+                    await each.begun.copying.end()
+            self._ahead = None
         self.restored = self._wants.pages
 
     async def copy_draft(self) -> None:
@@ -152,18 +164,46 @@ class UnitLayers:
             for chunk in islice(self._copies.zeros(self.restored, self.draft_restored), 1):
                 await self._copies.run_chunk(chunk)
 
+    async def _wait_for(self, layers: range) -> None:
+        """Until these layers are here, and may be copied."""
+        has_head_start = self._is_first and self._fetches.has_head_start and self._copies.may_write
+        idle = _HEAD_START if has_head_start else 0.0
+        await self._unit.until(partial(self._is_here, layers), idle)
+        if self._wants.pages:
+            refused = await self._copies.wait_for_engine()
+            if refused is not None:
+                self._unit.give_up(refused)
+            await self._context.pacer.turn()
+
+    def _begin(self, left: deque[range]) -> _Step:
+        """Begin the copies of the first layers of those left, and of more of them where these are few bytes."""
+        layers = left.popleft()
+        copies = self._copies_of(layers)
+        nbytes = sum(copy.nbytes for copy in copies)
+        self._is_first = self._is_first and not nbytes
+        while left and 0 < nbytes < _COPIED_ALONG and self._is_here(left[0], is_copying=True):
+            more = self._copies_of(left[0])
+            nbytes += sum(copy.nbytes for copy in more)
+            copies += more
+            layers = range(layers.start, left.popleft().stop)
+        return _Step(layers, self._copies.begin(copies, layers.start))
+
     async def _copy(self, copies: Sequence[AnyCopy], layer: int, here: Callable[[], bool]) -> bool:
-        """Copy; what was not proven is read, and copied from where it has landed. False where a copy has failed."""
-        is_good = await self._copies.copy(copies, layer)
+        return await self._end(self._copies.begin(copies, layer), layer, here)
+
+    async def _end(self, begun: BegunCopies, layer: int, here: Callable[[], bool]) -> bool:
+        """Wait for copies; what was not proven is read, and copied from where it has landed. False where one failed."""
+        is_good = await self._copies.end(begun, None if self._ahead is None else self._ahead.begun)
         while is_good and (refuted := self._copies.take_refuted()):
             self._fetches.read_refuted(refuted, self._turn)
             await self._unit.until(here)
             is_good = await self._copies.copy(self._copies.again(refuted), layer)
         return is_good
 
-    def _is_here(self, layers: range) -> bool:
+    def _is_here(self, layers: range, *, is_copying: bool = False) -> bool:
         """Whether all that these layers need has landed."""
-        return self._fetches.landed(self._columns_of(layers), layers)
+        is_copying = is_copying or self._ahead is not None
+        return self._fetches.landed(self._columns_of(layers), layers, is_copying=is_copying)
 
     def _copies_of(self, layers: range) -> list[AnyCopy]:
         return self._copies.of_layers(self._columns_of(layers), layers)

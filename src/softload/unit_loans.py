@@ -7,7 +7,7 @@ without landing memory, and good once their copies are proven. What is not prove
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from softload.context import Context
 from softload.fetches import Fetch, FetchListener, Part, PartState, Turn
@@ -92,14 +92,26 @@ class UnitLoans:
                 if breaker.is_open:
                     breaker.record(True)
 
-    def read(self, refuted: Iterable[Refuted], turn: Turn, share: Share) -> bool:
-        """Have read what was not proven, as far as there is memory now. Whether a page was marked for lack of it."""
+    def read(self, refuted: Iterable[Refuted], turn: Turn, share: Share, join: Callable[[Column, int], bool]) -> bool:
+        """Have read what was not proven, as far as there is memory now.
+
+        Args:
+            refuted: what it is.
+            turn: the unit's place among others.
+            share: whose landing memory is used.
+            join: hold an object that another unit has, or has had read; False where none has.
+
+        Returns:
+            whether a page was marked for lack of memory.
+        """
         landing, reader = self._context.landing, self._context.reader
         parts: list[Part] = []
         is_marked = False
         for column, page in ((each.column, each.page) for each in refuted):
             fetch = self._give_up(column, page)
             if fetch is None:  # no longer wanted
+                continue
+            if join(column, page):
                 continue
             segments = landing.try_grant([(fetch.size, 1)], share)  # now or never: others may wait for what it holds
             if segments is None:

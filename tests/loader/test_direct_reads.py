@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import structlog
 
-from softload import PageLoader, PageStatus, PageStore, events, lending
+from softload import PageLoader, PageStatus, PageStore, events, lending, unit_copies, unit_layers
 from softload.geometry import DraftMode
+from softload.landing import LandingMemory
+from softload.lent_copies import copy_lent
 from softload.native_calls import CallSpan
 from softload.protocols import Descriptor
 from softload.stores import LendingWrapperStore, MemoryStore
@@ -295,6 +297,29 @@ async def test_an_object_that_is_replaced_before_it_is_copied(group: int, again:
         await settle(loader)
 
 
+async def test_what_was_not_proven_is_taken_from_whom_it_has_landed_for() -> None:
+    pools = make_pools()
+    recording = RecordingStore(memory := lending_store())
+    async with opened(recording, pools) as loader:
+        await put(loader, pools, keys(PAGES))
+        gate = Gate()
+        async with loader.load([pools.unit("a", keys(PAGES), range(PAGES), ready=gate)]) as handle:
+            await gate.wait()
+            async with loader.prefetch([pools.unit("b", keys(PAGES))]) as prefetch:
+                assert (await prefetch.landed())["b"] == PAGES
+                key = object_keys(loader, pools, "k3")[2]
+                foreign = bytes_of(memory, object_keys(loader, pools, "k0")[2]).copy()
+                assert memory.remove([key], force=True) == [0]
+                put_object(memory, "another", foreign)
+                recording.clear()
+                gate.opens.set()
+                assert_outcome((await handle.report()).outcomes["a"], PAGES)
+        pools.assert_restored(keys(PAGES), range(PAGES))
+        pools.assert_rows_kept(range(PAGES))
+        assert recording.count("read") == 0
+        await settle(loader)
+
+
 async def test_a_foreign_page_after_a_layer_was_given_out_is_a_late_failure() -> None:
     pools = make_pools(width=90_000, pages=8)  # a layer of these pages is copied by itself
     memory = lending_store(capacity=32 << 20)
@@ -380,6 +405,29 @@ async def test_without_memory_for_what_was_not_proven_it_is_a_miss() -> None:
         assert_outcome(outcome, 2, PageStatus.CORRUPT)
         assert PageStatus.SHED in {page.status for page in outcome.pages}
         pools.assert_restored(keys(2), range(2))
+        await settle(loader)
+
+
+@pytest.mark.parametrize("draft", [None, DraftMode.SIDECAR])
+async def test_where_nothing_more_may_be_read_what_is_lent_before_it_stays(
+    draft: DraftMode | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pools = make_pools(draft=draft)
+    recording = RecordingStore(Elsewhere(lending_store(), is_of("k4")))
+    async with opened(recording, pools) as loader:
+        await put(loader, pools, keys(PAGES))
+        assert_outcome((await load(loader, pools.unit("a", keys(PAGES), range(PAGES))))["a"], PAGES)
+        pools.scramble()
+        recording.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(LandingMemory, "sheds", True)
+            outcome = (await load(loader, pools.unit("b", keys(PAGES), range(PAGES))))["b"]
+        assert_outcome(outcome, 4, PageStatus.SHED)
+        assert outcome.late_failure is None
+        assert outcome.draft_pages == (4 if draft else 0)
+        pools.assert_restored(keys(4), range(4))
+        pools.assert_rows_kept(range(4))
+        assert recording.count("read") == 0
         await settle(loader)
 
 
@@ -590,3 +638,43 @@ async def test_traces_tell_direct_reads_from_copies() -> None:
         await load(loader, pools.unit("a", keys(2), range(2)))
     assert {span.label for span in spans if span.group == "compute"} == {"direct read"}
     assert not [span for span in spans if span.group == "read"]
+
+
+@pytest.mark.parametrize("ending", ["cancelled", "goes on"])
+async def test_the_next_layers_wait_in_line_while_these_are_copied(
+    ending: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They start without the event loop's help, but not once nobody wants them any more."""
+    monkeypatch.setattr(unit_layers, "_COPIED_ALONG", 0)
+    pools = make_pools()
+    arrived, opens = threading.Event(), threading.Event()
+    begun: list[int] = []
+
+    def held(*args: Any, **options: Any) -> Any:
+        begun.append(len(begun))
+        if len(begun) == 2:
+            arrived.set()
+            assert opens.wait(20)
+        return copy_lent(*args, **options)
+
+    async with opened(lending_store(), pools) as loader:
+        await put(loader, pools, keys(PAGES))
+        assert_outcome((await load(loader, pools.unit("a", keys(PAGES), range(PAGES))))["a"], PAGES)
+        pools.scramble()
+        monkeypatch.setattr(unit_copies, "copy_lent", held)
+        try:
+            async with loader.load([pools.unit("b", keys(PAGES), range(PAGES))]) as handle:
+                assert await anyio.to_thread.run_sync(arrived.wait, 20)
+                assert loader._context is not None
+                assert loader._context.compute.statistics().queued == 1
+                if ending == "cancelled":
+                    (run,) = loader._context.active
+                    run.cancel()
+                    await anyio.wait_all_tasks_blocked()
+                opens.set()
+                report = await handle.report()
+        finally:
+            opens.set()
+        assert_outcome(report.outcomes["b"], *((0, PageStatus.CANCELLED) if ending == "cancelled" else (PAGES,)))
+        assert len(begun) == (2 if ending == "cancelled" else 4)
+        await settle(loader)

@@ -11,7 +11,7 @@ from typing import Any
 import anyio
 import pytest
 
-from softload import PageStatus, sessions
+from softload import PageStatus, sessions, unit_layers
 from softload.protocols import Answer
 from softload.stores.wrapper import WrapperStore
 from softload.testing import Fault, FaultKind, FaultyStore, HangingStore, RecordingStore
@@ -73,7 +73,7 @@ class Meeting(WrapperStore):
             self.running += 1
             self.most = max(self.most, self.running)
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self.running > 1, 0.05)
+            self._changed.wait_for(lambda: self.running > 1, 0.02)  # less than until it is late
         answers = super().read_ranges(keys, pointers, sizes, offsets)
         with self._changed:
             self.running -= 1
@@ -173,6 +173,36 @@ async def test_session_ends_after_its_last_holder() -> None:
             assert_outcome((await b.report()).outcomes["B"], 2)
         await settle(loader)
         assert Counter(recording.keys_of("session_start")) == Counter(recording.keys_of("session_end"))
+
+
+@pytest.mark.parametrize("status", [None, PageStatus.NO_MEMORY_REPLICA, PageStatus.NOT_FOUND])
+async def test_later_layers_that_are_due_while_sessions_start_share_them(
+    status: PageStatus | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first layers have their head start; that is over before the sessions are there, and one of them fails."""
+    monkeypatch.setattr(unit_layers, "_HEAD_START", 0.0)
+    pools = make_pools()
+    lying = LyingStore(store())
+    recording = RecordingStore(lying)
+    hanging = HangingStore(recording)
+    async with opened(hanging, pools, **RANGES) as loader:
+        await put(loader, pools, keys(3))
+        recording.clear()
+        if status is not None:
+            lying.lie("session_start", is_of("k1"), status)
+        hanging.hold("session_start")
+        async with loader.load([pools.unit("a", keys(3), range(3))]) as handle:
+            await arrived(hanging, "session_start")
+            await anyio.wait_all_tasks_blocked()
+            hanging.release()
+            outcome = (await handle.report()).outcomes["a"]
+        if status is PageStatus.NOT_FOUND:
+            assert_outcome(outcome, 1, status)
+        else:
+            assert_outcome(outcome, 3)
+            pools.assert_restored(keys(3), range(3))
+        assert len(recording.keys_of("read")) == (status is PageStatus.NO_MEMORY_REPLICA)
+        await settle(loader)
 
 
 async def test_two_reads_of_one_key_share_its_session() -> None:

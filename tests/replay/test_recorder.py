@@ -72,7 +72,8 @@ def test_a_timeline_has_lanes_and_loads_in_their_order(tmp_path: Path, admission
 
 def test_reads_of_what_was_read_before_are_marked(tmp_path: Path) -> None:
     file = tmp_path / "timeline.json"
-    replayed("--timeline", str(file), "--integrity", "full", "--fault", "corrupt=0.1")
+    # Pages enough that some corrupt one is read, whichever of them are computed twice.
+    replayed("--timeline", str(file), "--integrity", "full", "--fault", "corrupt=0.3", "--requests", "160")
     trace = json.loads(file.read_text())
     marks = [event for event in trace["traceEvents"] if event["ph"] == "i" and event["name"] == "retry"]
     assert marks

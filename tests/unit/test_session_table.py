@@ -287,3 +287,34 @@ async def test_a_lease_is_counted_from_when_the_store_was_asked() -> None:
         assert sessions.put_off([session])
         sessions.release([session])
         await all_ended(sessions, memory)
+
+
+async def test_a_start_that_is_over_takes_no_session_away_from_who_starts_it_again() -> None:
+    """Who waited for another's start goes on before that one does, and may find that the lease is over already."""
+    ticks = itertools.count(step=100.0)
+    async with table(max_stuck=0, clock=lambda: next(ticks)) as (sessions, _, _):
+        answers: list[PageStatus] = []
+
+        async def renewed() -> None:
+            session = await opened(sessions, "a")
+            answers.extend(await sessions.renew([session]))
+            sessions.release([session])
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(renewed)
+            tasks.start_soon(renewed)
+        assert answers == [PageStatus.LOADED] * 2
+        await sessions.wait_none_open()
+        now = sessions.statistics()
+        assert now.opened == now.ended == 1
+
+
+async def test_what_is_held_again_and_let_go_of_in_one_step_is_ended_once() -> None:
+    async with table(max_stuck=0) as (sessions, _, _):
+        session = await opened(sessions, "a")
+        sessions.release([session])
+        assert await opened(sessions, "a") is session
+        sessions.release([session])
+        await sessions.wait_none_open()
+        now = sessions.statistics()
+        assert now.opened == now.ended == 1

@@ -110,8 +110,15 @@ class StoreSuite:
 
     def _stored(self, store: PageStore, key: Callable[[], str], count: int = 1, size: int = 1000) -> dict[str, bytes]:
         objects = {name: _pattern(name, size + index) for index, name in enumerate(key() for _ in range(count))}
-        for name, data in objects.items():
-            self.put_bytes(store, name, data)
+        # A store that was full just now may be about to evict, but not what somebody has looked at: that is leased.
+        lost = list(objects)
+        for _ in range(20):
+            for name in lost:
+                self.put_bytes(store, name, objects[name])
+            there = store.exists(list(objects))
+            lost = [name for name, answer in zip(objects, there, strict=True) if answer is False]
+            if not lost:
+                break
         return objects
 
     # Whole objects

@@ -72,8 +72,8 @@ def test_one_of_eight_fails(running: Engine, what: str, admission: str) -> None:
 
 
 def test_a_range_fails_in_mid_stream(running: Engine) -> None:
-    """In layout `page` a stream reads ranges; the first layers are there, those of one page end in the middle."""
-    faults = faulty(running, admission="stream", layout="page")
+    """The first layers are there, those of one page end in the middle."""
+    faults = faulty(running, admission="stream", layout="page", read_mode="ranges")
     asked, cold = stored(running, 700, 300, 450, 200, seed=25)
     page = running.pages_of(cold[1])[2]
     struck: list[int] = []

@@ -11,11 +11,18 @@ import structlog
 
 from softload.adapters._bridge import LoaderBridge
 from softload.errors import LoaderClosedError
+from softload.protocols import Clock
 from softload.transfer import TransferUnit
 
 __all__ = ["LayerCounter", "LoadBatch", "PlacementBatch", "StreamBatch"]
 
 _log = structlog.get_logger(__name__)
+
+_NEWS = 0.1
+"""Weight of the last layer in what layers take."""
+
+_MOST_TIMES = 4
+"""No layer counts for more times the others."""
 
 _GRACE_SECONDS = 5.0
 """A load that has reached its deadline ends after at most one chunk of copies; longer only if the device hangs."""
@@ -77,13 +84,20 @@ class StreamBatch:
         units: by request.
         num_layers: transfer layers.
         deadline: the units'.
+        layer_seconds: what the forward should take for a layer.
     """
 
     def __init__(
-        self, bridge: LoaderBridge, units: Mapping[str, TransferUnit], num_layers: int, deadline: float
+        self,
+        bridge: LoaderBridge,
+        units: Mapping[str, TransferUnit],
+        num_layers: int,
+        deadline: float,
+        layer_seconds: float = 0.0,
     ) -> None:
         self._bridge = bridge
         self._units = units
+        self._layer_seconds = layer_seconds
         self._until = time.monotonic() + deadline + _GRACE_SECONDS
         self._ready = [threading.Event() for _ in range(num_layers - 1)]
         self._ended = threading.Event()
@@ -110,7 +124,7 @@ class StreamBatch:
         if loader is None:
             return
         try:
-            async with loader.load(list(self._units.values())) as load:
+            async with loader.load(list(self._units.values()), layer_seconds=self._layer_seconds) as load:
                 for layer, ready in enumerate(self._ready):
                     await load.layer(layer)
                     ready.set()
@@ -130,6 +144,36 @@ class StreamBatch:
         self._ended.set()
 
 
+class LayerPace:
+    """What a forward takes for a layer: from where it has one until it asks for the next, its waits left out.
+
+    On a device it is the thread that launches the work whose time counts: that is who waits, and all requests with it.
+    """
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self.seconds = 0.0
+        """0 before the first."""
+        self._clock = clock
+        self._at = (-1, -1)
+        self._since = 0.0
+        self._is_new = False
+
+    def asks(self, batch: int, layer: int) -> None:
+        """The forward of a batch is about to wait for a layer, maybe again."""
+        self._is_new = self._at != (batch, layer)
+        if self._at == (batch, layer - 1):
+            seconds = self._clock() - self._since
+            if self.seconds:  # one that was held up by something else says little
+                seconds = _NEWS * (min(seconds, _MOST_TIMES * self.seconds) - self.seconds)
+            self.seconds += seconds
+        self._at = (batch, layer)
+
+    def goes_on(self) -> None:
+        """It has the layer."""
+        if self._is_new:
+            self._since = self._clock()
+
+
 class LayerCounter:
     """What SGLang's pools call before they read a layer. All on the engine's thread."""
 
@@ -137,6 +181,12 @@ class LayerCounter:
         self.consumer_index = -1
         self._batches: dict[int, LoadBatch] = {}
         self._next = 0
+        self._pace = LayerPace()
+
+    @property
+    def layer_seconds(self) -> float:
+        """What forwards have taken for a layer so far, until they asked for the next one; 0 before the first."""
+        return self._pace.seconds
 
     def add(self, batch: LoadBatch) -> int:
         """The number by which SGLang will name this batch."""
@@ -153,7 +203,9 @@ class LayerCounter:
         """Wait for transfer layer `threshold` of the running batch. Never raises, and ends in time."""
         batch = self._batches.get(self.consumer_index)
         if batch is not None:
+            self._pace.asks(self.consumer_index, threshold)
             batch.wait_layer(threshold)
+            self._pace.goes_on()
 
     def finish(self, index: int) -> Mapping[str, bool]:
         """Wait for a batch's end: by request, whether all of it came."""

@@ -85,7 +85,6 @@ class SoftloadLinker(UnifiedCacheLinker):  # type: ignore[misc]
         group = params.attn_tp_cache_group or params.tp_cache_group
         config = options.loader_config(
             options.namespace or namespace_of_model(),
-            admission=self.admission,
             tp_rank=0 if group is None else torch.distributed.get_rank(group=group),
             cp_rank=params.attn_cp_rank,
             pp_rank=params.pp_rank,
@@ -174,7 +173,9 @@ class SoftloadLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if self.admission is Admission.STREAM:
             deadline = self.options.deadline
             units = {rid: self._unit(item, deadline, fence) for rid, item in queued.items()}
-            batch: LoadBatch = StreamBatch(self._bridge, units, self.pool_group.num_layers, deadline)
+            batch: LoadBatch = StreamBatch(
+                self._bridge, units, self.pool_group.num_layers, deadline, self.layer_done_counter.layer_seconds
+            )
         else:
             units = {rid: self._unit(item, _PLACE_SECONDS, fence) for rid, item in queued.items()}
             batch = self._place(queued, units, _PLACE_SECONDS)

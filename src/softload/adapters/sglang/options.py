@@ -29,7 +29,13 @@ class Admission(StrEnum):
 
 _KINDS = OptionKinds(
     where="linker_extra_config",
-    choices={"admission": Admission, "layout": Layout, "integrity": Integrity, "draft_policy": DraftPolicy},
+    choices={
+        "admission": Admission,
+        "layout": Layout,
+        "read_mode": ReadMode,
+        "integrity": Integrity,
+        "draft_policy": DraftPolicy,
+    },
     sizes=("landing_bytes",),
     durations=(
         "deadline",
@@ -57,6 +63,7 @@ class LinkerOptions:
             the prefix of SGLang's own keys, by default its own default: the model's path with dashes for slashes.
         admission: see `Admission`; ``None`` for `hold` where SGLang can be hooked for it, else `sync`.
         layout: see `softload.Layout`; `page` reads and writes the objects of SGLang's own Mooncake linker.
+        read_mode: see `softload.ReadMode`; for `auto`, `stream` tells what forwards so far took for a layer.
         integrity: see `softload.Integrity`.
         draft_policy: see `softload.DraftPolicy`.
         truncate_pages: the most pages that the draft policy `truncate` gives up.
@@ -86,6 +93,7 @@ class LinkerOptions:
     namespace: str | None = None
     admission: Admission | None = None
     layout: Layout = Layout.GROUPED
+    read_mode: ReadMode = ReadMode.AUTO
     integrity: Integrity = Integrity.SAMPLE
     draft_policy: DraftPolicy = DraftPolicy.DROP
     truncate_pages: int = 8
@@ -125,16 +133,13 @@ class LinkerOptions:
         self,
         namespace: str,
         *,
-        admission: Admission = Admission.HOLD,
         tp_rank: int = 0,
         cp_rank: int = 0,
         pp_rank: int = 0,
     ) -> LoaderConfig:
         """The loader's settings of one rank."""
-        # Whole pages of `page` would let the first layer wait for the last.
-        by_layer = admission is Admission.STREAM and self.layout is Layout.PAGE
         return LoaderConfig(
-            read_mode=ReadMode.RANGES if by_layer else ReadMode.AUTO,
+            read_mode=self.read_mode,
             namespace=namespace,
             tp_rank=tp_rank,
             cp_rank=cp_rank,
