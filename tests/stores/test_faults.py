@@ -187,6 +187,7 @@ def test_lost_drafts_are_never_found_and_the_target_always() -> None:
     fill(store)
     first, second = list(store.descriptors(KEYS)), list(store.descriptors(KEYS))
     assert first == second
+    assert list(store.exists(KEYS)) == [isinstance(answer, Descriptor) for answer in first]
     lost = {key for key, answer in zip(KEYS, first, strict=True) if answer == PageStatus.NOT_FOUND}
     assert 50 < len(lost) < 150
     assert store.touched == lost

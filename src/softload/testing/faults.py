@@ -89,8 +89,10 @@ class FaultyStore(LendingWrapperStore):
         return None if self._fails_reads else super().lend(key, descriptor)
 
     def exists(self, keys: Sequence[str]) -> Sequence[bool | PageStatus]:
-        """As the inner store, or malformed."""
-        return self._told(keys, self.inner.exists(keys))
+        """As the inner store, and without lost drafts; or malformed."""
+        lost = self._lost_drafts(keys)
+        answers = zip(keys, self.inner.exists(keys), strict=True)
+        return self._told(keys, [False if key in lost else answer for key, answer in answers])
 
     def session_start(self, keys: Sequence[str]) -> Sequence[Answer]:
         """As the inner store, or malformed."""
