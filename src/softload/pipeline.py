@@ -27,6 +27,7 @@ from softload.unit_copies import UnitCopies
 from softload.unit_fetches import UnitFetches
 from softload.unit_layers import UnitLayers
 from softload.unit_pages import UnitPages
+from softload.unit_planning import UnitPlanning
 from softload.unit_progress import UnitProgress
 
 __all__ = ["Mode", "UnitRun"]
@@ -79,10 +80,19 @@ class UnitRun:
         self.wants = UnitPages(context, unit)
         self.progress = UnitProgress(context, unit.request_id, on_layers)
         share = Share.PREFETCH if mode is Mode.PREFETCH else Share.STREAMING
-        self._fetches = UnitFetches(context, self.wants, self, share, layer_seconds)
+        self._fetches = UnitFetches(context, self.wants, self, share)
+        self._planning = UnitPlanning(context, self.wants, self._fetches, self, share, layer_seconds)
         self._copies = UnitCopies(context, self.wants, self._fetches, unit.ready)
         self._layers = UnitLayers(
-            context, self.wants, self._fetches, self._copies, self.progress, self, turn, keep=mode is Mode.PLACE
+            context,
+            self.wants,
+            self._fetches,
+            self._planning,
+            self._copies,
+            self.progress,
+            self,
+            turn,
+            keep=mode is Mode.PLACE,
         )
         self.landed_pages = 0
         """PREFETCH and PLACE: pages that had landed in time; the others are counted as misses already."""
@@ -116,7 +126,7 @@ class UnitRun:
     @property
     def bytes_read(self) -> int:
         """Bytes that this unit had read; what it shared with others is theirs."""
-        return self._fetches.bytes_read + self._fetches.loans.nbytes
+        return self._planning.bytes_read + self._fetches.loans.nbytes
 
     @property
     def is_placed(self) -> bool:
@@ -151,7 +161,7 @@ class UnitRun:
 
     def abandon(self) -> None:
         """Give bytes back although nothing has begun."""
-        self._fetches.let_go_all(keep=True)
+        self._planning.let_go_all(keep=True)
 
     def cancel(self, reason: PageStatus = PageStatus.CANCELLED) -> None:
         """End it; what is not committed by now is a miss with this status."""
@@ -186,7 +196,7 @@ class UnitRun:
             self._fetches.loans.admit(answers)
         if self._is_early:
             self._recut()
-            self._fetches.learn(found)
+            self._planning.learn(found)
             self.wake()
             return
         self._fetches.descriptors.update(found)
@@ -200,11 +210,11 @@ class UnitRun:
         """
         if self.decided.is_set() or self.is_cancelled or self._is_lacking or not self.first_columns():
             return False
-        self._fetches.announce()
-        if not (self._fetches.is_granted or self._fetches.reserve()):
+        self._planning.announce()
+        if not (self._planning.is_granted or self._planning.reserve()):
             return False
         self._is_early = True
-        self._fetches.admit_early()
+        self._planning.admit_early()
         self._decide()
         self.go.set()
         return True
@@ -212,7 +222,7 @@ class UnitRun:
     @property
     def starts_early(self) -> bool:
         """Whether it was admitted early, and what its first layers need is here, or being read."""
-        return self._is_early and self._fetches.has_begun
+        return self._is_early and self._planning.has_begun
 
     def _decide(self) -> None:
         self.wants.recut()
@@ -243,7 +253,7 @@ class UnitRun:
         if found is None:
             self._is_lacking = True
             return
-        self._fetches.read_ahead(columns, found, self._turn)
+        self._planning.read_ahead(columns, found, self._turn)
         self.wake()
 
     def take_over(self, source: UnitRun) -> None:
@@ -318,7 +328,7 @@ class UnitRun:
                 break
         while not ready():
             self._changed = asyncio.Event()
-            if not await self._fetches.plan(self._turn):
+            if not await self._planning.plan(self._turn):
                 await self._changed.wait()
 
     def give_up(self, status: PageStatus) -> None:
@@ -356,19 +366,19 @@ class UnitRun:
     async def _read(self) -> None:
         await self.decided.wait()
         await self.go.wait()
-        await self._fetches.begin()
+        await self._planning.begin()
         if self._mode is Mode.PREFETCH:
-            while await self._fetches.plan(self._turn):
+            while await self._planning.plan(self._turn):
                 pass
         self.progress.admit(self.pages)
-        while self._fetches.must_plan:
-            await self._fetches.plan(self._turn)
+        while self._planning.must_plan:
+            await self._planning.plan(self._turn)
 
     async def _wind_up(self) -> None:
         """After the deadline or a cancel. What has landed is still worth one chunk of copies, but no more."""
         timed_out = self._reason is PageStatus.TIMED_OUT
         if self._mode is Mode.PREFETCH:
-            self._fetches.let_go_all(keep=True)
+            self._planning.let_go_all(keep=True)
         self._give_up_unlanded()
         if not self._layers.restored:
             if timed_out and self._mode is not Mode.PREFETCH:
@@ -385,7 +395,7 @@ class UnitRun:
         """Account for every page and slot, once."""
         restored = self._layers.restored
         self.progress.end()
-        self._fetches.let_go_all(keep=self._mode is not Mode.STREAM)
+        self._planning.let_go_all(keep=self._mode is not Mode.STREAM)
         if self._reserved:
             self._reserved = False
             self._copies.release_slots(restored, self._layers.draft_restored)
@@ -413,7 +423,7 @@ class UnitRun:
         if not self.progress.admitted.is_set():
             self.give_up(self._reason)
             return
-        for wanted in self._fetches.unplanned():
+        for wanted in self._planning.unplanned():
             self.wants.mark_bad(wanted.column, wanted.page, self._reason)
         for fetch in self._fetches:
             if not fetch.landed:
