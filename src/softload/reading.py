@@ -20,11 +20,10 @@ from softload.health import Health
 from softload.landing import LandingMemory, Segment, SegmentState
 from softload.native_calls import CallGroup, NativeCall, RefusedError
 from softload.outcomes import Action, PageStatus
-from softload.planning import read_batches
 from softload.protocols import Clock, Descriptor
 from softload.ranged_reads import RangedReads
-from softload.read_execution import execute_read
 from softload.read_health import ReadHealth
+from softload.read_queue import ReadQueue
 from softload.request_log import RequestLog
 from softload.second_reads import SecondReads
 from softload.sessions import SessionTable
@@ -34,12 +33,6 @@ from softload.telemetry import Counters
 __all__ = ["Reader"]
 
 _log = structlog.get_logger(__name__)
-
-_TOGETHER_BYTES = 4 << 20
-"""Units whose turn it is are read from together up to so much: a call of their own takes longer than so few bytes."""
-
-_LANES_IN_ORDER = 2
-"""With as many for an endpoint, or fewer, its ranged reads go one at a time, each while the last one is checked."""
 
 
 class Reader:
@@ -79,12 +72,8 @@ class Reader:
         self._health = ReadHealth(health, counters)
         self._ranged = RangedReads(self, sessions, self._health.costs, clock=clock)
         self._seconds = SecondReads(self, landing, health, counters)
-        self._turn = 0.0
-        self._queued: dict[tuple[str, float, bool], ReadCall] = {}
-        """Calls that no thread has yet, by endpoint, turn, and whether they are the first: the last of each."""
-        self._together = (min(config.read_batch_bytes, _TOGETHER_BYTES), config.read_batch_objects)
-        lanes, stuck = config.read_lanes, config.stuck_threads
-        self.group = CallGroup("read", width=lanes, max_stuck=stuck, at_a_time=config.endpoint_lanes)
+        self._queue = ReadQueue(self, calls, landing, self._ranged, self._seconds, self._health, config, spawn)
+        self.group = self._queue.group
         self._removals = CallGroup("remove", width=1, max_stuck=1)
 
     def __repr__(self) -> str:
@@ -221,79 +210,18 @@ class Reader:
 
     def close(self) -> None:
         """Take no more reads, drop queued ones, free what is kept."""
-        self.group.close()
-        self._queued.clear()
+        self._queue.close()
         self._removals.close()
         self.reclaim(self._landing.capacity * 2)
 
-    # -- submitting
-
     def submit(self, parts: Sequence[Part], turn: Turn, *, ranged: bool) -> None:
-        """Submit calls for parts, in the order in which they are wanted."""
-        batches = read_batches(
-            ((part.fetch.endpoint, part.nbytes, part) for part in parts),
-            max_bytes=self._config.read_batch_bytes,
-            max_objects=self._config.read_batch_objects,
-            count=lambda part: part.fetch.count,
-        )
-        first = {endpoint for endpoint, _ in batches} if turn.is_first else set()
-        # Ranges come over a connection also from this process, and two such reads make the earlier layers later.
-        in_order = ranged and self._config.endpoint_lanes <= _LANES_IN_ORDER
-        turn.is_first = turn.is_first and not batches
-        for endpoint, items in batches:
-            turn.tag = max(turn.tag, self._turn) + 1.0
-            for part in items:
-                part.suspects = turn.suspects
-            place = (endpoint, turn.tag, endpoint in first)
-            first.discard(endpoint)
-            call, queued = ReadCall(endpoint, items, ranged=ranged, is_first=place[2]), self._queued.get(place)
-            if queued is not None and not self.group.saturated and queued.take_in(call, *self._together):
-                continue
-            native = NativeCall(
-                lambda call=call: execute_read(self._calls, call, self._config.integrity),  # type: ignore[misc]
-                lambda _, call=call: self._returned(call),  # type: ignore[misc]
-                prepare=lambda call=call: self._prepare(call),  # type: ignore[misc]
-                priority=turn.tag,
-                kind=endpoint,
-                alone=call.is_first or in_order,
-            )
-            native.label = call.label
-            call.native = native
-            self._queued[place] = call
-            try:
-                self.group.submit(native)
-            except RefusedError:
-                del self._queued[place]
-                self.fail(items, PageStatus.SHED)
-
-    def _prepare(self, call: ReadCall) -> bool:
-        """On the loop, right before a thread gets the call: what nobody wants any more is not read."""
-        assert (native := call.native) is not None
-        self._turn = max(self._turn, native.priority)
-        place = (call.endpoint, native.priority, call.is_first)
-        if self._queued.get(place) is call:
-            del self._queued[place]
-        live = [part for part in leaves(call.parts) if part.state is PartState.QUEUED and part.fetch.listeners]
-        if live and self._landing.refuses(call.endpoint):
-            self.fail(live, PageStatus.SHED)
-            return False
-        if self._ranged.put_off(live):  # its lease ran down while the call was queued
-            self._spawn(lambda: self._ranged.go_on(live, Turn(live[0].suspects)))
-            return False
-        for part in live:
-            part.state = PartState.IN_FLIGHT
-            part.call = call
-            part.fetch.segment.state = SegmentState.IN_FLIGHT
-        if live:
-            call.live, call.relied_on = live, set(live)
-            call.session_starts = self._ranged.session_starts
-            self._health.expect(call, running=self.group.running + 1)
-            self._seconds.watch(call)
-        return bool(live)
+        """Submit calls for parts; see `ReadQueue.submit`."""
+        self._queue.submit(parts, turn, ranged=ranged)
 
     # -- back on the loop
 
-    def _returned(self, call: ReadCall) -> None:
+    def returned(self, call: ReadCall) -> None:
+        """A call is back: its objects have landed, are read again, or cannot be had."""
         assert (native := call.native) is not None
         self._seconds.returned(call)
         answers = native.value or ReadAnswers([PageStatus.MALFORMED] * sum(part.fetch.count for part in call.live))
