@@ -130,27 +130,27 @@ class _Handle:
             for run, pages in zip(self._runs, await self._agreed(), strict=True):
                 run.wants.limit(pages, PageStatus.PEER_DECLINED)
         for run in self._runs:
-            run.go.set()
+            run.admission.go.set()
 
     async def _ask(self, endpoints: Endpoints) -> None:
-        waiting = [run for run in self._runs if not run.decided.is_set() and not run.is_cancelled]
+        waiting = [run for run in self._runs if not run.admission.decided.is_set() and not run.is_cancelled]
         answers: Answers = {}
         if waiting:
             await self._context.pacer.turn()
-            first = [column for run in waiting for column in run.first_columns()]
+            first = [column for run in waiting for column in run.admission.first_columns()]
             apart = set(first)
             rest = [column for run in waiting for column in run.wants.all_columns() if column not in apart]
 
             def on_there() -> None:
-                if all([run.admit_early() for run in waiting]):
+                if all([run.admission.admit_early() for run in waiting]):
                     self._admitted_at = anyio.current_time()
 
             def on_ahead(answers: Answers) -> None:
                 for run in waiting:
-                    run.read_ahead(answers, endpoints)
+                    run.admission.read_ahead(answers, endpoints)
 
             async def before_rest() -> None:
-                if all(run.starts_early for run in waiting):  # else some wait for the answers
+                if all(run.admission.starts_early for run in waiting):  # else some wait for the answers
                     with anyio.move_on_after(_HEAD_START):
                         for run in waiting:
                             await run.progress.begun.wait()
@@ -167,7 +167,7 @@ class _Handle:
             answers = await ask_descriptors(self._context, [*first, *rest], until, steps)
         for run in waiting:
             await self._context.pacer.turn()
-            run.decide(answers, endpoints)
+            run.admission.decide(answers, endpoints)
 
     async def _agreed(self) -> list[int]:
         """Pages that every rank can restore, by unit; none where the ranks cannot agree."""

@@ -15,18 +15,18 @@ import structlog
 
 from softload import events
 from softload.accounting import count_misses, count_unit
-from softload.admission import Answers, Endpoints, first_columns, readable, revalidate
 from softload.context import Context
 from softload.fetches import Fetch, Turn
 from softload.landing import Share
 from softload.outcomes import PageStatus, UnitOutcome
-from softload.planning import Column
 from softload.slots import SlotClaim
 from softload.transfer import TransferUnit
+from softload.unit_admission import UnitAdmission
 from softload.unit_copies import UnitCopies
 from softload.unit_fetches import UnitFetches
 from softload.unit_layers import UnitLayers
 from softload.unit_pages import UnitPages
+from softload.unit_planning import UnitPlanning
 from softload.unit_progress import UnitProgress
 
 __all__ = ["Mode", "UnitRun"]
@@ -79,10 +79,22 @@ class UnitRun:
         self.wants = UnitPages(context, unit)
         self.progress = UnitProgress(context, unit.request_id, on_layers)
         share = Share.PREFETCH if mode is Mode.PREFETCH else Share.STREAMING
-        self._fetches = UnitFetches(context, self.wants, self, share, layer_seconds)
+        self._fetches = UnitFetches(context, self.wants, self, share)
+        self._planning = UnitPlanning(context, self.wants, self._fetches, self, share, layer_seconds)
+        self.admission = UnitAdmission(
+            context, self.wants, self._fetches, self._planning, self, turn, is_streaming=mode is Mode.STREAM
+        )
         self._copies = UnitCopies(context, self.wants, self._fetches, unit.ready)
         self._layers = UnitLayers(
-            context, self.wants, self._fetches, self._copies, self.progress, self, turn, keep=mode is Mode.PLACE
+            context,
+            self.wants,
+            self._fetches,
+            self._planning,
+            self._copies,
+            self.progress,
+            self,
+            turn,
+            keep=mode is Mode.PLACE,
         )
         self.landed_pages = 0
         """PREFETCH and PLACE: pages that had landed in time; the others are counted as misses already."""
@@ -92,13 +104,7 @@ class UnitRun:
         self._reason = PageStatus.TIMED_OUT
         self.is_cancelled = False
         self._reserved = False
-        self._is_lacking = False
-        """Whether some of its first layers' objects cannot be read."""
-        self._is_early = False
-        """Admitted on the store's word that all of it is there: where the others are than the first layers follows."""
         self.outcome: UnitOutcome | None = None
-        self.decided = asyncio.Event()
-        self.go = asyncio.Event()
         self.landed = asyncio.Event()
         self.draft_ready = asyncio.Event()
         self.finished = asyncio.Event()
@@ -116,7 +122,12 @@ class UnitRun:
     @property
     def bytes_read(self) -> int:
         """Bytes that this unit had read; what it shared with others is theirs."""
-        return self._fetches.bytes_read + self._fetches.loans.nbytes
+        return self._planning.bytes_read + self._fetches.loans.nbytes
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended, or ends: its deadline has passed, or it was cancelled."""
+        return self.is_cancelled or self._scope.cancel_called or self.finished.is_set()
 
     @property
     def is_placed(self) -> bool:
@@ -147,11 +158,11 @@ class UnitRun:
             self._scope.deadline = self.deadline
         self._fetches.loans.begin()
         if not self.wants.requested:
-            self.decided.set()
+            self.admission.decided.set()
 
     def abandon(self) -> None:
         """Give bytes back although nothing has begun."""
-        self._fetches.let_go_all(keep=True)
+        self._planning.let_go_all(keep=True)
 
     def cancel(self, reason: PageStatus = PageStatus.CANCELLED) -> None:
         """End it; what is not committed by now is a miss with this status."""
@@ -170,82 +181,6 @@ class UnitRun:
             self._placed.set()
         self.cancel()
 
-    # -- admission
-
-    def decide(self, answers: Answers, endpoints: Endpoints) -> None:
-        """Cut the unit to what was revalidated: its own first bad page, boundaries, draft policy.
-
-        Args:
-            answers: per object key.
-            endpoints: what was decided about endpoints so far in this admission; added to.
-        """
-        if self.decided.is_set() and (not self._is_early or self._scope.cancel_called or self.finished.is_set()):
-            return
-        found = revalidate(self._context, self.wants, answers, endpoints)
-        if self._mode is Mode.STREAM:
-            self._fetches.loans.admit(answers)
-        if self._is_early:
-            self._recut()
-            self._fetches.learn(found)
-            self.wake()
-            return
-        self._fetches.descriptors.update(found)
-        self._decide()
-
-    def admit_early(self) -> bool:
-        """All of it is there and leased, as the store says: if there is memory for it, too, the unit goes on.
-
-        Where its objects are, and that they are what they must be, is told by `read_ahead` and `decide` before they are
-        read. What is wrong with them then is a late failure.
-        """
-        if self.decided.is_set() or self.is_cancelled or self._is_lacking or not self.first_columns():
-            return False
-        self._fetches.announce()
-        if not (self._fetches.is_granted or self._fetches.reserve()):
-            return False
-        self._is_early = True
-        self._fetches.admit_early()
-        self._decide()
-        self.go.set()
-        return True
-
-    @property
-    def starts_early(self) -> bool:
-        """Whether it was admitted early, and what its first layers need is here, or being read."""
-        return self._is_early and self._fetches.has_begun
-
-    def _decide(self) -> None:
-        self.wants.recut()
-        config = self._context.config
-        self.wants.apply_draft_policy(config.draft_policy, config.truncate_pages)
-        self.decided.set()
-
-    def first_columns(self) -> list[Column]:
-        """What may be read ahead of the admission."""
-        return first_columns(self._context, self.wants) if self._mode is Mode.STREAM else []
-
-    def read_ahead(self, answers: Answers, endpoints: Endpoints) -> None:
-        """The first layers' objects are there: read them while the master is asked for the rest.
-
-        Landing memory is all that this writes into. Slots are written once the unit is admitted, as ever.
-
-        Args:
-            answers: per object key of `first_columns`.
-            endpoints: what was decided about endpoints so far in this admission; added to.
-        """
-        is_over = self.is_cancelled or self._scope.cancel_called or self.finished.is_set()
-        if is_over or not self.pages or (self.decided.is_set() and not self._is_early):
-            return
-        columns = self.first_columns()
-        if not columns:  # others of its load are simple
-            return
-        found = readable(self._context, columns, answers, endpoints)
-        if found is None:
-            self._is_lacking = True
-            return
-        self._fetches.read_ahead(columns, found, self._turn)
-        self.wake()
-
     def take_over(self, source: UnitRun) -> None:
         """PLACE: hold what a prefetch landed.
 
@@ -255,8 +190,8 @@ class UnitRun:
         self._fetches.take_over(source._fetches)
         self.wants.continue_from(source.wants)
         self.landed_pages = source.landed_pages
-        self.decided.set()
-        self.go.set()
+        self.admission.decided.set()
+        self.admission.go.set()
         self.progress.admit(self.pages)
 
     # -- the run
@@ -318,7 +253,7 @@ class UnitRun:
                 break
         while not ready():
             self._changed = asyncio.Event()
-            if not await self._fetches.plan(self._turn):
+            if not await self._planning.plan(self._turn):
                 await self._changed.wait()
 
     def give_up(self, status: PageStatus) -> None:
@@ -354,21 +289,21 @@ class UnitRun:
         self.draft_ready.set()
 
     async def _read(self) -> None:
-        await self.decided.wait()
-        await self.go.wait()
-        await self._fetches.begin()
+        await self.admission.decided.wait()
+        await self.admission.go.wait()
+        await self._planning.begin()
         if self._mode is Mode.PREFETCH:
-            while await self._fetches.plan(self._turn):
+            while await self._planning.plan(self._turn):
                 pass
         self.progress.admit(self.pages)
-        while self._fetches.must_plan:
-            await self._fetches.plan(self._turn)
+        while self._planning.must_plan:
+            await self._planning.plan(self._turn)
 
     async def _wind_up(self) -> None:
         """After the deadline or a cancel. What has landed is still worth one chunk of copies, but no more."""
         timed_out = self._reason is PageStatus.TIMED_OUT
         if self._mode is Mode.PREFETCH:
-            self._fetches.let_go_all(keep=True)
+            self._planning.let_go_all(keep=True)
         self._give_up_unlanded()
         if not self._layers.restored:
             if timed_out and self._mode is not Mode.PREFETCH:
@@ -385,7 +320,7 @@ class UnitRun:
         """Account for every page and slot, once."""
         restored = self._layers.restored
         self.progress.end()
-        self._fetches.let_go_all(keep=self._mode is not Mode.STREAM)
+        self._planning.let_go_all(keep=self._mode is not Mode.STREAM)
         if self._reserved:
             self._reserved = False
             self._copies.release_slots(restored, self._layers.draft_restored)
@@ -402,7 +337,14 @@ class UnitRun:
             landed = self.landed_pages if self._mode is Mode.PLACE else self.outcome.requested_pages
             count_unit(self._context, self.outcome, landed=landed, has_draft=bool(self.wants.draft))
         self._context.active.discard(self)
-        for event in (self.decided, self.go, self.progress.admitted, self.landed, self.draft_ready, self.finished):
+        for event in (
+            self.admission.decided,
+            self.admission.go,
+            self.progress.admitted,
+            self.landed,
+            self.draft_ready,
+            self.finished,
+        ):
             event.set()
 
     # -- cutting
@@ -413,7 +355,7 @@ class UnitRun:
         if not self.progress.admitted.is_set():
             self.give_up(self._reason)
             return
-        for wanted in self._fetches.unplanned():
+        for wanted in self._planning.unplanned():
             self.wants.mark_bad(wanted.column, wanted.page, self._reason)
         for fetch in self._fetches:
             if not fetch.landed:

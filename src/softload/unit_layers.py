@@ -18,6 +18,7 @@ from softload.planning import Column
 from softload.unit_copies import AnyCopy, BegunCopies, UnitCopies
 from softload.unit_fetches import UnitFetches
 from softload.unit_pages import UnitPages
+from softload.unit_planning import UnitPlanning
 from softload.unit_progress import UnitProgress
 
 __all__ = ["UnitLayers"]
@@ -61,6 +62,7 @@ class UnitLayers:
         context: the loader's parts.
         wants: what of the unit is good so far.
         fetches: where its bytes land.
+        planning: which of them come next; told which are copied.
         copies: how they get into its slots.
         progress: told of every layer that is there.
         unit: waits, and is told when all is lost.
@@ -73,6 +75,7 @@ class UnitLayers:
         context: Context,
         wants: UnitPages,
         fetches: UnitFetches,
+        planning: UnitPlanning,
         copies: UnitCopies,
         progress: UnitProgress,
         unit: LayeredUnit,
@@ -83,6 +86,7 @@ class UnitLayers:
         self._context = context
         self._wants = wants
         self._fetches = fetches
+        self._planning = planning
         self._copies = copies
         self._progress = progress
         self._unit = unit
@@ -101,7 +105,7 @@ class UnitLayers:
 
     async def copy_target(self) -> None:
         """Copy layer by layer. `restored` says how much of it is there."""
-        left = deque(self._fetches.groups)
+        left = deque(self._planning.groups)
         step: _Step | None = None
         try:
             while left or self._ahead is not None:
@@ -119,7 +123,7 @@ class UnitLayers:
                 if self._wants.pages and not self._wants.draft_rides:
                     await self._context.pacer.turn()
                     columns = (column for column in self._wants.columns if column.spec.layers[-1] in step.layers)
-                    self._fetches.let_go(columns, keep=self._keep)
+                    self._planning.let_go(columns, keep=self._keep)
         finally:
             for each in (step, self._ahead):
                 if each is not None:
@@ -166,7 +170,7 @@ class UnitLayers:
 
     async def _wait_for(self, layers: range) -> None:
         """Until these layers are here, and may be copied."""
-        has_head_start = self._is_first and self._fetches.has_head_start and self._copies.may_write
+        has_head_start = self._is_first and self._planning.has_head_start and self._copies.may_write
         idle = _HEAD_START if has_head_start else 0.0
         await self._unit.until(partial(self._is_here, layers), idle)
         if self._wants.pages:

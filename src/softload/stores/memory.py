@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import ceil
 
 import numpy as np
 
 from softload.errors import LoaderClosedError
 from softload.outcomes import PageStatus
-from softload.protocols import Answer, Clock, Descriptor, PutAnswer, PutRefusal
-from softload.stores.allocator import Allocator
+from softload.protocols import Answer, Clock, Descriptor, PutAnswer
 from softload.stores.checks import check_fraction, check_lengths, check_positive
+from softload.stores.memory_objects import ObjectTable
 from softload.stores.native_memory import copy_bytes, take_bytes
 
 __all__ = ["MemoryStatistics", "MemoryStore"]
@@ -42,15 +40,6 @@ class MemoryStatistics:
     sessions: int
     evicted: int
     refused: int
-
-
-@dataclass(slots=True, eq=False)
-class _Object:
-    size: int
-    offset: int
-    used: int = 0
-    lease_end: float = 0.0
-    written: bool = False
 
 
 class MemoryStore:
@@ -81,23 +70,18 @@ class MemoryStore:
     ) -> None:
         self._capacity = check_positive("capacity", capacity)
         self._lease_ttl = check_positive("lease", lease)
-        self._watermark = check_fraction("high_watermark", high_watermark)
-        self._ratio = check_fraction("eviction_ratio", eviction_ratio)
         self._clock = clock
         self._lends = lends
         self._lock = threading.Lock()
         self._arena: np.ndarray | None = None
         self._base = 0
         self._closed = False
-        self._tick = 0
-        self._evicted = 0
-        self._refused = 0
-        self._allocator = Allocator(capacity)
-        self._objects: dict[str, _Object] = {}
-        self._reserved: dict[str, _Object] = {}
-        # Leases end in the order in which objects were touched: both are sorted by use, a pass looks at heads only.
-        self._untouched: OrderedDict[str, _Object] = OrderedDict()
-        self._touched: OrderedDict[str, _Object] = OrderedDict()
+        self._objects = ObjectTable(
+            capacity,
+            high_watermark=check_fraction("high_watermark", high_watermark),
+            eviction_ratio=check_fraction("eviction_ratio", eviction_ratio),
+            clock=clock,
+        )
         self._sessions: dict[str, tuple[int, int, float]] = {}
 
     def __repr__(self) -> str:
@@ -111,7 +95,7 @@ class MemoryStore:
     @property
     def bytes_used(self) -> int:
         """Bytes of the arena that objects and reservations take."""
-        return self._allocator.bytes_used
+        return self._objects.bytes_used
 
     @property
     def lease_ttl(self) -> float:
@@ -123,12 +107,12 @@ class MemoryStore:
         with self._lock:
             return MemoryStatistics(
                 capacity=self._capacity,
-                bytes_used=self._allocator.bytes_used,
+                bytes_used=self._objects.bytes_used,
                 objects=len(self._objects),
-                reservations=len(self._reserved),
+                reservations=self._objects.reservations,
                 sessions=len(self._sessions),
-                evicted=self._evicted,
-                refused=self._refused,
+                evicted=self._objects.evicted,
+                refused=self._objects.refused,
             )
 
     def open(self) -> None:
@@ -150,9 +134,8 @@ class MemoryStore:
         with self._lock:
             self._closed = True
             self._arena = None
-            self._allocator = Allocator(self._capacity)
-            for table in (self._objects, self._reserved, self._untouched, self._touched, self._sessions):
-                table.clear()
+            self._objects.clear()
+            self._sessions.clear()
 
     def register(self, pointer: int, nbytes: int) -> bool:
         """Whether the store is open: memory of this process needs no registration."""
@@ -167,7 +150,7 @@ class MemoryStore:
             if self._arena is None:
                 return [PageStatus.STORE_UNREACHABLE] * len(keys)
             lease_end = self._clock() + self._lease_ttl
-            return [self._touch(key, lease_end) is not None for key in keys]
+            return [self._objects.touch(key, lease_end) is not None for key in keys]
 
     def descriptors(self, keys: Sequence[str]) -> Sequence[Descriptor | PageStatus]:
         """Size and address of each key; leased. One that is being written answers `NOT_FOUND`, as in the real store."""
@@ -177,7 +160,7 @@ class MemoryStore:
             lease_end = self._clock() + self._lease_ttl
             answers: list[Descriptor | PageStatus] = []
             for key in keys:
-                found = self._touch(key, lease_end)
+                found = self._objects.touch(key, lease_end)
                 if found is None:
                     answers.append(PageStatus.NOT_FOUND)
                 else:
@@ -195,9 +178,9 @@ class MemoryStore:
                 return [PageStatus.STORE_UNREACHABLE] * len(keys)
             lease_end = self._clock() + self._lease_ttl
             for key, pointer, size in zip(keys, pointers, sizes, strict=True):
-                found = self._touch(key, lease_end)
+                found = self._objects.touch(key, lease_end)
                 if found is None:
-                    answers.append(self._absence(key))
+                    answers.append(self._objects.absence(key))
                 elif found.size != size:
                     answers.append(PageStatus.WRONG_SIZE)
                 else:
@@ -214,10 +197,10 @@ class MemoryStore:
                 return [PageStatus.STORE_UNREACHABLE] * len(keys)
             lease_end = self._clock() + self._lease_ttl
             for key in keys:
-                found = self._touch(key, lease_end)
+                found = self._objects.touch(key, lease_end)
                 if found is None:
                     self._sessions.pop(key, None)
-                    answers.append(self._absence(key))
+                    answers.append(self._objects.absence(key))
                 else:
                     self._sessions[key] = (self._base + found.offset, found.size, lease_end)
                     answers.append(0)
@@ -273,7 +256,7 @@ class MemoryStore:
         with self._lock:
             if self._arena is None:
                 return [PageStatus.STORE_UNREACHABLE] * len(keys)
-            return [self._reserve(key, size) for key, size in zip(keys, sizes, strict=True)]
+            return [self._objects.reserve(key, size) for key, size in zip(keys, sizes, strict=True)]
 
     def put_write(self, keys: Sequence[str], pointers: Sequence[int], sizes: Sequence[int]) -> Sequence[Answer]:
         """Copy bytes into reservations; `NOT_FOUND` without one, `WRONG_SIZE` for another size than was reserved."""
@@ -285,7 +268,7 @@ class MemoryStore:
             if arena is None:
                 return [PageStatus.STORE_UNREACHABLE] * len(keys)
             for key, pointer, size in zip(keys, pointers, sizes, strict=True):
-                reservation = self._reserved.get(key)
+                reservation = self._objects.reservation(key)
                 if reservation is None:
                     answers.append(PageStatus.NOT_FOUND)
                 elif reservation.size != size:
@@ -304,16 +287,13 @@ class MemoryStore:
             if self._arena is None:
                 return [PageStatus.STORE_UNREACHABLE] * len(keys)
             for key in keys:
-                reservation = self._reserved.get(key)
+                reservation = self._objects.reservation(key)
                 if reservation is None:
                     answers.append(PageStatus.NOT_FOUND)
                 elif not reservation.written:
                     answers.append(PageStatus.NOT_READY)
                 else:
-                    del self._reserved[key]
-                    self._tick += 1
-                    reservation.used = self._tick
-                    self._objects[key] = self._untouched[key] = reservation
+                    self._objects.publish(key)
                     answers.append(0)
         return answers
 
@@ -321,9 +301,7 @@ class MemoryStore:
         """Give reservations back."""
         with self._lock:
             for key in keys:
-                reservation = self._reserved.pop(key, None)
-                if reservation is not None:
-                    self._allocator.free(reservation.offset, reservation.size)
+                self._objects.revoke(key)
 
     def remove(self, keys: Sequence[str], *, force: bool = False) -> Sequence[Answer]:
         """Remove objects, their memory is free at once; `NOT_READY` where leased (unless forced) or being written."""
@@ -335,11 +313,11 @@ class MemoryStore:
             for key in keys:
                 found = self._objects.get(key)
                 if found is None:
-                    answers.append(self._absence(key))
+                    answers.append(self._objects.absence(key))
                 elif found.lease_end > now and not force:
                     answers.append(PageStatus.NOT_READY)
                 else:
-                    self._drop(key, found)
+                    self._objects.drop(key, found)
                     answers.append(0)
         return answers
 
@@ -355,60 +333,6 @@ class MemoryStore:
         """Whether the store is open; the arena stays. See `LendingStore.hold`."""
         arena = self._arena
         yield arena is not None
-
-    def _absence(self, key: str) -> PageStatus:
-        return PageStatus.NOT_READY if key in self._reserved else PageStatus.NOT_FOUND
-
-    def _touch(self, key: str, lease_end: float) -> _Object | None:
-        found = self._objects.get(key)
-        if found is None:
-            return None
-        self._tick += 1
-        found.used = self._tick
-        found.lease_end = lease_end
-        if key in self._touched:
-            self._touched.move_to_end(key)
-        else:
-            del self._untouched[key]
-            self._touched[key] = found
-        return found
-
-    def _reserve(self, key: str, size: int) -> PutAnswer:
-        if key in self._objects or key in self._reserved:
-            return PutRefusal.PRESENT
-        if size < 1:
-            return PageStatus.MALFORMED
-        if self._allocator.bytes_used > self._watermark * self._capacity:
-            self._evict()
-        offset = self._allocator.allocate(size)
-        if offset is None and size <= self._allocator.capacity:
-            self._evict()
-            offset = self._allocator.allocate(size)
-        if offset is None:
-            self._refused += 1
-            return PutRefusal.FULL
-        self._reserved[key] = _Object(size, offset)
-        return 0
-
-    def _evict(self) -> None:
-        now = self._clock()
-        for _ in range(ceil(self._ratio * len(self._objects))):
-            untouched = next(iter(self._untouched.items()), None)
-            touched = next(iter(self._touched.items()), None)
-            if touched is not None and touched[1].lease_end > now:
-                touched = None
-            if touched is None or (untouched is not None and untouched[1].used < touched[1].used):
-                touched = untouched
-            if touched is None:
-                return
-            self._drop(*touched)
-            self._evicted += 1
-
-    def _drop(self, key: str, found: _Object) -> None:
-        del self._objects[key]
-        if self._untouched.pop(key, None) is None:
-            del self._touched[key]
-        self._allocator.free(found.offset, found.size)
 
 
 def _copy(places: Sequence[Place]) -> None:

@@ -21,7 +21,8 @@ from softload.stores.cluster import INSTALL_HINT
 from softload.stores.gate import CallGate
 from softload.stores.listening import PortWatch
 from softload.stores.master_contact import MasterContact
-from softload.stores.native_codes import INVALID_PARAMS, NATIVE_CODES, descriptor, descriptors, expect, translate
+from softload.stores.mooncake_puts import MooncakePuts
+from softload.stores.native_codes import NATIVE_CODES, descriptor, descriptors, expect, translate
 from softload.stores.native_log import native_library, restore_log_level
 from softload.stores.own_memory import own_memory
 from softload.stores.probe import is_alive, probe_master
@@ -99,6 +100,7 @@ class MooncakeStore:
         self._closing = threading.Event()
         self._closed = threading.Event()
         self._reservations = Reservations()
+        self._puts = MooncakePuts(self._gate, self._reservations, self._call, self._per_key)
 
     def __repr__(self) -> str:
         state = "closed" if self._closing.is_set() else "new" if self._native is None else "open"
@@ -243,57 +245,19 @@ class MooncakeStore:
 
     def put_start(self, keys: Sequence[str], sizes: Sequence[int]) -> Sequence[PutAnswer]:
         """Reserve objects, one replica each; a size below one byte answers `MALFORMED`."""
-        check_lengths(keys=keys, sizes=sizes)
-        if not self._gate.admitting:
-            return [PageStatus.STORE_UNREACHABLE] * len(keys)
-        self._revoke(self._reservations.take_left_over(keys))
-        pending = self._reservations.reserve(keys, sizes)
-        wanted = [sizes[index] for index in pending.asked]
-        answers = self._per_key(pending.keys, lambda native: native.batch_put_session_start(pending.keys, wanted))
-        for index, answer in zip(pending.asked, answers, strict=True):
-            pending.answers[index] = answer if isinstance(answer, PutRefusal) else expect(answer, 0)
-        self._reservations.refused(keys[index] for index in pending.asked if pending.answers[index] != 0)
-        return pending.answers
+        return self._puts.start(keys, sizes)
 
     def put_write(self, keys: Sequence[str], pointers: Sequence[int], sizes: Sequence[int]) -> Sequence[Answer]:
         """Write reserved objects; `NOT_FOUND` without a reservation, `WRONG_SIZE` for another size than reserved."""
-        check_lengths(keys=keys, pointers=pointers, sizes=sizes)
-        if not self._gate.admitting:
-            return [PageStatus.STORE_UNREACHABLE] * len(keys)
-        pending = self._reservations.write(keys, sizes)
-        sources = [[pointers[index]] for index in pending.asked]
-        wanted = [[sizes[index]] for index in pending.asked]
-        answers = self._per_key(
-            pending.keys,
-            lambda native: native.batch_put_from_multi_buffer_ranges(
-                pending.keys, sources, wanted, [[0]] * len(sources)
-            ),
-            invalid=PageStatus.WRONG_SIZE,
-            asks_master=False,
-        )
-        for index, answer in zip(pending.asked, answers, strict=True):
-            pending.answers[index] = expect(answer, sizes[index])
-        self._reservations.written(keys[index] for index in pending.asked if pending.answers[index] == sizes[index])
-        return pending.answers
+        return self._puts.write(keys, pointers, sizes)
 
     def put_end(self, keys: Sequence[str]) -> Sequence[Answer]:
-        """Make objects visible; `NOT_FOUND` without a reservation, `NOT_READY` for one that was not written whole.
-
-        The native call would make an unwritten object visible, so it is asked only for written ones.
-        """
-        if not self._gate.admitting:
-            return [PageStatus.STORE_UNREACHABLE] * len(keys)
-        pending = self._reservations.finish(keys)
-        answers = self._per_key(pending.keys, lambda native: native.batch_put_session_end(pending.keys))
-        for index, answer in zip(pending.asked, answers, strict=True):
-            pending.answers[index] = expect(answer, 0)
-        self._reservations.settle(keys[index] for index in pending.asked if pending.answers[index] == 0)
-        self._reservations.leave_over(pending.keys)
-        return pending.answers
+        """Make objects visible; `NOT_FOUND` without a reservation, `NOT_READY` for one that was not written whole."""
+        return self._puts.end(keys)
 
     def put_revoke(self, keys: Sequence[str]) -> None:
         """Give reservations back; one that the master could not take back is tried again before later puts."""
-        self._revoke(self._reservations.give_up(keys))
+        self._puts.revoke(keys)
 
     def remove(self, keys: Sequence[str], *, force: bool = False) -> Sequence[Answer]:
         """Remove objects at the master; `NOT_READY` where leased (unless forced) or being written."""
@@ -392,13 +356,6 @@ class MooncakeStore:
             taken = set(turn)
             left = [index for index in left if index not in taken]
         return answers
-
-    def _revoke(self, keys: list[str]) -> None:
-        codes = self._call(lambda native: native.batch_put_session_revoke(keys)) if keys else []
-        if isinstance(codes, list) and len(codes) == len(keys):
-            gone = (0, INVALID_PARAMS)
-            self._reservations.settle(key for key, code in zip(keys, codes, strict=True) if code in gone)
-        self._reservations.leave_over(keys)
 
     def _start_closing(self) -> None:
         with self._lock:

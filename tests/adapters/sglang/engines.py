@@ -7,7 +7,7 @@ import threading
 import time
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,6 +46,14 @@ Prompt = list[int]
 
 register()
 HookRegistry.apply_hooks()
+
+
+def wait_until(reached: Callable[[], object], timeout: float = 10.0) -> None:
+    """What the engine's thread does next shows when its step is over."""
+    until = time.monotonic() + timeout
+    while not reached():
+        assert time.monotonic() < until
+        time.sleep(0.005)
 
 
 @dataclass(slots=True, eq=False)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -11,7 +10,7 @@ from softload.telemetry import Statistics
 from softload.testing import HangingStore
 
 from .beside import hanging
-from .engines import Answer, Engine, Prompt, engine, prompts, tiny_llama
+from .engines import Answer, Engine, Prompt, engine, prompts, tiny_llama, wait_until
 
 ADMISSIONS = {"hold": "read", "stream": "exists"}
 """With the call for which a request is held."""
@@ -34,13 +33,6 @@ def stored(running: Engine, admission: str) -> tuple[HangingStore, list[Prompt],
 
 def tokens(answers: list[Answer]) -> list[list[int]]:
     return [answer.tokens for answer in answers]
-
-
-def wait_until(reached: Callable[[], object]) -> None:
-    until = time.monotonic() + 10
-    while not reached():
-        assert time.monotonic() < until
-        time.sleep(0.005)
 
 
 def statistics(running: Engine) -> Statistics:
