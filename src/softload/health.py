@@ -92,6 +92,11 @@ class Breaker:
         return self._open_until is not None and (self._probe is not None or self._clock() < self._open_until)
 
     @property
+    def seconds_open(self) -> float:
+        """Since it has opened last, by a probe that failed too; 0 where it is closed."""
+        return 0.0 if self._open_until is None else self._clock() - self._opened_at
+
+    @property
     def seconds_left(self) -> float:
         """For how long it refuses all calls yet."""
         return 0.0 if self._open_until is None else max(0.0, self._open_until - self._clock())
@@ -318,7 +323,8 @@ class Health:
         """Whether an object that exists can be read, as far as is known."""
         if self._is_master_down or self._clock() < self._doubts_until:
             return False
-        return not any(breaker.is_open for breaker in self._endpoints.values())
+        # An owner that is gone for good is never probed again: nothing that exists is there any more.
+        return not any(each.is_open and each.seconds_open < _DOUBT_SECONDS for each in self._endpoints.values())
 
     def suppress(self, request_id: str) -> None:
         """A request failed: its lookups are answered 0 until it is computed or ends."""

@@ -197,11 +197,12 @@ class UnitLayers:
 
     async def _end(self, begun: BegunCopies, layer: int, here: Callable[[], bool]) -> bool:
         """Wait for copies; what was not proven is read, and copied from where it has landed. False where one failed."""
-        is_good = await self._copies.end(begun, None if self._ahead is None else self._ahead.begun)
+        following = None if self._ahead is None else self._ahead.begun
+        is_good = await self._copies.end(begun, following)
         while is_good and (refuted := self._copies.take_refuted()):
             self._fetches.read_refuted(refuted, self._turn)
             await self._unit.until(here)
-            is_good = await self._copies.copy(self._copies.again(refuted), layer)
+            is_good = await self._copies.end(self._copies.begin(self._copies.again(refuted), layer), following)
         return is_good
 
     def _is_here(self, layers: range, *, is_copying: bool = False) -> bool:

@@ -13,11 +13,13 @@ import pytest
 import structlog
 
 from softload import PageLoader, PageStatus, PageStore, events, lending, unit_copies, unit_layers
+from softload.copies import Copy, execute
 from softload.geometry import DraftMode
 from softload.landing import LandingMemory
-from softload.lent_copies import copy_lent
+from softload.lent_copies import LentCopy, Refuted, copy_lent
 from softload.native_calls import CallSpan
 from softload.protocols import Descriptor
+from softload.store_calls import StoreCalls
 from softload.stores import LendingWrapperStore, MemoryStore
 from softload.testing import HangingStore, RecordingStore
 
@@ -677,4 +679,53 @@ async def test_the_next_layers_wait_in_line_while_these_are_copied(
             opens.set()
         assert_outcome(report.outcomes["b"], *((0, PageStatus.CANCELLED) if ending == "cancelled" else (PAGES,)))
         assert len(begun) == (2 if ending == "cancelled" else 4)
+        await settle(loader)
+
+
+async def test_the_next_layers_do_not_start_while_a_cancelled_copy_of_what_was_read_after_all_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who leaves waits for the copies that run, and for no others."""
+    monkeypatch.setattr(unit_layers, "_COPIED_ALONG", 0)
+    pools = make_pools()
+    refuted, ahead = 2 * PAGES, 2 * PAGES + 1  # the last object of the second layers, and the first one after that
+    starts, goes_on, lands, opens = (threading.Event() for _ in range(4))
+    begun: list[int] = []
+
+    def held_direct(calls: StoreCalls, copies: Sequence[LentCopy], **options: Any) -> list[Refuted]:
+        begun.append(len(begun))
+        if len(begun) == ahead:
+            starts.set()
+            assert goes_on.wait(20)
+        found = copy_lent(calls, copies, **options)
+        return found if len(begun) != refuted else [Refuted(copies[0].column, copies[0].fragments, copies[0].first)]
+
+    def held_landed(copies: Sequence[Copy]) -> None:
+        lands.set()
+        assert opens.wait(20)
+        execute(copies)
+
+    async with opened(lending_store(), pools, copy_chunk_bytes=1) as loader:
+        await put(loader, pools, keys(PAGES))
+        assert_outcome((await load(loader, pools.unit("a", keys(PAGES), range(PAGES))))["a"], PAGES)
+        monkeypatch.setattr(unit_copies, "copy_lent", held_direct)
+        monkeypatch.setattr(unit_copies, "execute", held_landed)
+        try:
+            async with loader.load([pools.unit("b", keys(PAGES), range(PAGES))]) as handle:
+                for event in (starts, lands):
+                    assert await anyio.to_thread.run_sync(event.wait, 20)
+                assert loader._context is not None
+                (run,) = loader._context.active
+                run.cancel()
+                await anyio.wait_all_tasks_blocked()
+                goes_on.set()
+                compute = loader._context.compute
+                await eventually(lambda: compute.statistics().running == 1)
+                started = len(begun)
+                opens.set()
+                assert_outcome((await handle.report()).outcomes["b"], 0, PageStatus.CANCELLED)
+                assert len(begun) == started == ahead
+        finally:
+            goes_on.set()
+            opens.set()
         await settle(loader)

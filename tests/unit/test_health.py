@@ -381,3 +381,20 @@ def test_a_call_that_is_out_while_later_ones_are_back_is_one_outcome() -> None:
     assert owner.is_open
     health.master_timed_out(call)
     assert not health.master.is_open
+
+
+def test_an_owner_that_is_gone_for_good_is_not_held_against_what_exists_for_ever() -> None:
+    clock = ManualClock()
+    health = Health(clock=clock)
+    assert health.trusts_existence
+    gone = health.endpoint("gone")
+    gone.trip()
+    for seconds in (0.0, 60.0, 530.0):
+        clock.now += seconds
+        assert not health.trusts_existence
+    clock.now += 20.0
+    assert gone.is_open and health.trusts_existence, "nobody has wanted anything from there for ten minutes"
+    gone.record(False, gone.allows(), started_at=clock.now)
+    assert not health.trusts_existence, "somebody did, in vain"
+    gone.record(True)
+    assert health.trusts_existence
