@@ -15,7 +15,7 @@ from functools import partial
 from softload.health import Health
 from softload.native_calls import CallGroup, NativeCall, RefusedError
 from softload.outcomes import SaveStatus
-from softload.puts import Puts, start_all
+from softload.puts import Starts, start_all
 from softload.store_calls import StoreCalls
 
 __all__ = ["Placement", "Places"]
@@ -52,11 +52,11 @@ class Places:
         returned = asyncio.Event()
         left_over = self._take_left_over()
 
-        def start() -> Puts:
+        def start() -> Starts:
             self._calls.put_revoke(left_over)
             return start_all(self._calls, keys, sizes)
 
-        def back(call: NativeCall[Puts]) -> None:
+        def back(call: NativeCall[Starts]) -> None:
             self._ended()
             returned.set()
             if call.value is not None:
@@ -66,7 +66,7 @@ class Places:
             elif isinstance(call.error, RefusedError):
                 self._left_over.update(dict.fromkeys(left_over))
 
-        call: NativeCall[Puts] = NativeCall(start, back)
+        call: NativeCall[Starts] = NativeCall(start, back)
         self._begun()
         try:
             self._group.submit(call)

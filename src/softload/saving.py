@@ -316,13 +316,13 @@ class Saver:
             return True
 
         def run() -> Puts:
-            return (write(context.calls, keys, segments), []) if is_placed else put(context.calls, keys, segments)
+            return (write if is_placed else put)(context.calls, keys, segments)
 
         def release(call: NativeCall[Puts]) -> None:
             for segment in segments:
                 context.landing.release(segment)
-            statuses, failures = call.value or ([SaveStatus.FAILED] * len(batch), [])
-            if call.value is not None:
+            statuses, failures = call.value or ([SaveStatus.FAILED] * len(batch), None)
+            if failures is not None:
                 context.health.record_master(failures)
             for item, status in zip(batch, statuses, strict=True):
                 item.status = status if item.status is None else item.status

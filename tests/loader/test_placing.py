@@ -128,6 +128,16 @@ async def test_a_store_too_full_for_all_keeps_a_prefix() -> None:
         await settle(loader)
 
 
+@pytest.mark.parametrize("is_placed", [True, False])
+async def test_a_master_that_does_not_end_puts_is_no_master_that_answers(is_placed: bool) -> None:
+    pools = make_pools()
+    lying = LyingStore(lending_store())
+    async with opened(RecordingStore(lying), pools, **FEW, direct_reads=is_placed) as loader:
+        lying.lie("put_end", lambda _: True, PageStatus.STORE_UNREACHABLE)
+        assert set(await save(loader, pools, keys(PAGES))) == {SaveStatus.FAILED}
+        assert loader.statistics().open_breakers == ("master",)
+
+
 @pytest.mark.parametrize("method", ["put_start", "put_write", "put_end"])
 @pytest.mark.parametrize("ending", ["deadline", "cancelled", "closed"])
 async def test_places_of_a_save_that_ends_early_are_given_back(method: str, ending: str) -> None:
