@@ -76,13 +76,15 @@ class Places:
             raise
         try:
             await returned.wait()
-        finally:
-            if not call.finished:
-                if call.withdraw():
-                    self._ended()
-                    self._left_over.update(dict.fromkeys(left_over))
-                else:
-                    call.abandon()
+        except BaseException:
+            if call.finished:  # cancelled in the step in which it came back: nobody gets to know of its places
+                self.give_back(_started(keys, call.value[0]) if call.value is not None else ())
+            elif call.withdraw():
+                self._ended()
+                self._left_over.update(dict.fromkeys(left_over))
+            else:
+                call.abandon()
+            raise
         if isinstance(call.error, RefusedError):
             raise call.error
         return [SaveStatus.FAILED] * len(keys) if call.value is None else call.value[0]
@@ -107,7 +109,8 @@ class Places:
 
     async def wait_idle(self) -> None:
         """Until no call is out for a place."""
-        await self._idle.wait()
+        while self._under_way:  # what comes back late is given back by a call of its own
+            await self._idle.wait()
 
     def _take_left_over(self) -> list[str]:
         keys, self._left_over = list(self._left_over), {}
