@@ -50,7 +50,7 @@ class Places:
             RefusedError: closed, or saturated with stuck calls.
         """
         returned = asyncio.Event()
-        left_over = self._take_left_over()
+        left_over = self.take_left_over()
 
         def start() -> Starts:
             self._calls.put_revoke(left_over)
@@ -91,7 +91,7 @@ class Places:
 
     def give_back(self, keys: Collection[str]) -> None:
         """Nothing will be written to these places. Does not wait for the store."""
-        keys = [*self._take_left_over(), *keys]
+        keys = [*self.take_left_over(), *keys]
         if not keys:
             return
 
@@ -112,7 +112,8 @@ class Places:
         while self._under_way:  # what comes back late is given back by a call of its own
             await self._idle.wait()
 
-    def _take_left_over(self) -> list[str]:
+    def take_left_over(self) -> list[str]:
+        """What the caller is to give back now, and nobody else."""
         keys, self._left_over = list(self._left_over), {}
         return keys
 

@@ -308,14 +308,17 @@ class Saver:
         keys = [item.key for item in batch]
         is_placed = keys[0] in placement
         returned = anyio.Event()
+        left_over: list[str] = []
 
         def started() -> bool:
             placement.take(keys)
+            left_over.extend(self._places.take_left_over())
             for segment in segments:
                 segment.state = SegmentState.IN_FLIGHT
             return True
 
         def run() -> Puts:
+            context.calls.put_revoke(left_over)  # else these keys would pass for objects that are there
             return (write if is_placed else put)(context.calls, keys, segments)
 
         def release(call: NativeCall[Puts]) -> None:
