@@ -69,7 +69,8 @@ class Breaker:
         self._jitter = jitter
         self._outcomes: deque[bool] = deque(maxlen=_WINDOW)
         self._open_until: float | None = None
-        self._opened_at = -math.inf
+        self.opened_at = -math.inf
+        """When it opened last, or a probe failed."""
         self._cool_down = _COOL_DOWN[0]
         self._probe: Permit | None = None
         self._heard_at = -math.inf
@@ -131,7 +132,7 @@ class Breaker:
             return
         self._outcomes.append(False)
         if self._open_until is not None:
-            if self._clock() < self._open_until or (started_at is not None and started_at < self._opened_at):
+            if self._clock() < self._open_until or (started_at is not None and started_at < self.opened_at):
                 return  # a call from before it opened: says nothing new
             self._cool_down = min(self._cool_down * 2, _COOL_DOWN[1])
         elif list(self._outcomes).count(False) < _FAILURES:
@@ -158,8 +159,8 @@ class Breaker:
         self.answers += 1
 
     def _open(self) -> None:
-        self._opened_at = self._clock()
-        self._open_until = self._opened_at + self._cool_down * (0.75 + 0.5 * self._jitter())
+        self.opened_at = self._clock()
+        self._open_until = self.opened_at + self._cool_down * (0.75 + 0.5 * self._jitter())
         seconds = round(self._open_until - self._clock(), 3)
         tell(_log.warning, events.BREAKER_OPENED, breaker=self.name, seconds=seconds)
 
@@ -316,9 +317,12 @@ class Health:
     @property
     def trusts_existence(self) -> bool:
         """Whether an object that exists can be read, as far as is known."""
-        if self._is_master_down or self._clock() < self._doubts_until:
+        now = self._clock()
+        if self._is_master_down or now < self._doubts_until:
             return False
-        return not any(breaker.is_open for breaker in self._endpoints.values())
+        # An owner that has gone for good is never probed: its breaker stays open, and nothing lies there any more.
+        doubtful = now - _DOUBT_SECONDS
+        return not any(breaker.is_open and breaker.opened_at > doubtful for breaker in self._endpoints.values())
 
     def suppress(self, request_id: str) -> None:
         """A request failed: its lookups are answered 0 until it is computed or ends."""
