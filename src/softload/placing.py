@@ -15,7 +15,7 @@ from functools import partial
 from softload.health import Health
 from softload.native_calls import CallGroup, NativeCall, RefusedError
 from softload.outcomes import SaveStatus
-from softload.puts import Puts, start_all
+from softload.puts import Starts, start_all
 from softload.store_calls import StoreCalls
 
 __all__ = ["Placement", "Places"]
@@ -50,13 +50,13 @@ class Places:
             RefusedError: closed, or saturated with stuck calls.
         """
         returned = asyncio.Event()
-        left_over = self._take_left_over()
+        left_over = self.take_left_over()
 
-        def start() -> Puts:
+        def start() -> Starts:
             self._calls.put_revoke(left_over)
             return start_all(self._calls, keys, sizes)
 
-        def back(call: NativeCall[Puts]) -> None:
+        def back(call: NativeCall[Starts]) -> None:
             self._ended()
             returned.set()
             if call.value is not None:
@@ -66,7 +66,7 @@ class Places:
             elif isinstance(call.error, RefusedError):
                 self._left_over.update(dict.fromkeys(left_over))
 
-        call: NativeCall[Puts] = NativeCall(start, back)
+        call: NativeCall[Starts] = NativeCall(start, back)
         self._begun()
         try:
             self._group.submit(call)
@@ -76,20 +76,22 @@ class Places:
             raise
         try:
             await returned.wait()
-        finally:
-            if not call.finished:
-                if call.withdraw():
-                    self._ended()
-                    self._left_over.update(dict.fromkeys(left_over))
-                else:
-                    call.abandon()
+        except BaseException:
+            if call.finished:  # cancelled in the step in which it came back: nobody gets to know of its places
+                self.give_back(_started(keys, call.value[0]) if call.value is not None else ())
+            elif call.withdraw():
+                self._ended()
+                self._left_over.update(dict.fromkeys(left_over))
+            else:
+                call.abandon()
+            raise
         if isinstance(call.error, RefusedError):
             raise call.error
         return [SaveStatus.FAILED] * len(keys) if call.value is None else call.value[0]
 
     def give_back(self, keys: Collection[str]) -> None:
         """Nothing will be written to these places. Does not wait for the store."""
-        keys = [*self._take_left_over(), *keys]
+        keys = [*self.take_left_over(), *keys]
         if not keys:
             return
 
@@ -107,9 +109,11 @@ class Places:
 
     async def wait_idle(self) -> None:
         """Until no call is out for a place."""
-        await self._idle.wait()
+        while self._under_way:  # what comes back late is given back by a call of its own
+            await self._idle.wait()
 
-    def _take_left_over(self) -> list[str]:
+    def take_left_over(self) -> list[str]:
+        """What the caller is to give back now, and nobody else."""
         keys, self._left_over = list(self._left_over), {}
         return keys
 

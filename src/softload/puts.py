@@ -10,10 +10,13 @@ from softload.outcomes import PageStatus, SaveStatus
 from softload.protocols import PutRefusal
 from softload.store_calls import StoreCalls
 
-__all__ = ["Puts", "put", "start_all", "write"]
+__all__ = ["Puts", "Starts", "put", "start_all", "write"]
 
-Puts = tuple[list[SaveStatus], list[PageStatus]]
-"""What became of each object, and how the master answered the start where it did not take an object."""
+Starts = tuple[list[SaveStatus], list[PageStatus]]
+"""What became of each object, and what the master answered where it did not do as asked."""
+
+Puts = tuple[list[SaveStatus], list[PageStatus] | None]
+"""The same; ``None`` where the master was not asked."""
 
 _FULL_PAUSES = (0.02, 0.05)
 """Before an object that a full store refused is offered again."""
@@ -29,13 +32,13 @@ def put(calls: StoreCalls, keys: Sequence[str], segments: Sequence[Segment]) -> 
     """Write one object from each segment. Blocks; also for a moment where the store is full."""
     statuses, failures = _start(calls, keys, [segment.nbytes for segment in segments])
     started = [index for index, status in enumerate(statuses) if status is SaveStatus.SAVED]
-    written = write(calls, [keys[index] for index in started], [segments[index] for index in started])
+    written, unended = write(calls, [keys[index] for index in started], [segments[index] for index in started])
     for index, status in zip(started, written, strict=True):
         statuses[index] = status
-    return statuses, failures
+    return statuses, failures + (unended or [])
 
 
-def start_all(calls: StoreCalls, keys: Sequence[str], sizes: Sequence[int]) -> Puts:
+def start_all(calls: StoreCalls, keys: Sequence[str], sizes: Sequence[int]) -> Starts:
     """Start the puts of many objects, for `write` to end. Where the store is too full for all of them, of none."""
     statuses, failures = _start(calls, keys, sizes)
     if SaveStatus.STORE_FULL in statuses:
@@ -44,17 +47,18 @@ def start_all(calls: StoreCalls, keys: Sequence[str], sizes: Sequence[int]) -> P
     return statuses, failures
 
 
-def write(calls: StoreCalls, keys: Sequence[str], segments: Sequence[Segment]) -> list[SaveStatus]:
+def write(calls: StoreCalls, keys: Sequence[str], segments: Sequence[Segment]) -> Puts:
     """Write and end objects whose puts were started. Blocks."""
     written = calls.put_write(keys, [segment.pointer for segment in segments], [segment.nbytes for segment in segments])
     good = [key for key, answer in zip(keys, written, strict=True) if answer is PageStatus.LOADED]
-    ended = zip(good, calls.put_end(good), strict=True)
-    saved = {key for key, answer in ended if answer is PageStatus.LOADED}
+    ended = calls.put_end(good)
+    saved = {key for key, answer in zip(good, ended, strict=True) if answer is PageStatus.LOADED}
     calls.put_revoke([key for key in keys if key not in saved])
-    return [SaveStatus.SAVED if key in saved else SaveStatus.FAILED for key in keys]
+    statuses = [SaveStatus.SAVED if key in saved else SaveStatus.FAILED for key in keys]
+    return statuses, [answer for answer in ended if answer is not PageStatus.LOADED] if good else None
 
 
-def _start(calls: StoreCalls, keys: Sequence[str], sizes: Sequence[int]) -> Puts:
+def _start(calls: StoreCalls, keys: Sequence[str], sizes: Sequence[int]) -> Starts:
     answers = calls.put_start(keys, sizes)
     for pause in _FULL_PAUSES:
         # A refusal is what makes the store evict: a moment later there is room.

@@ -308,21 +308,24 @@ class Saver:
         keys = [item.key for item in batch]
         is_placed = keys[0] in placement
         returned = anyio.Event()
+        left_over: list[str] = []
 
         def started() -> bool:
             placement.take(keys)
+            left_over.extend(self._places.take_left_over())
             for segment in segments:
                 segment.state = SegmentState.IN_FLIGHT
             return True
 
         def run() -> Puts:
-            return (write(context.calls, keys, segments), []) if is_placed else put(context.calls, keys, segments)
+            context.calls.put_revoke(left_over)  # else these keys would pass for objects that are there
+            return (write if is_placed else put)(context.calls, keys, segments)
 
         def release(call: NativeCall[Puts]) -> None:
             for segment in segments:
                 context.landing.release(segment)
-            statuses, failures = call.value or ([SaveStatus.FAILED] * len(batch), [])
-            if call.value is not None:
+            statuses, failures = call.value or ([SaveStatus.FAILED] * len(batch), None)
+            if failures is not None:
                 context.health.record_master(failures)
             for item, status in zip(batch, statuses, strict=True):
                 item.status = status if item.status is None else item.status

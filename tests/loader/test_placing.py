@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from softload import PageLoader, PageStatus, PutRefusal, SaveStatus, lending
 from softload.geometry import DraftMode
+from softload.native_calls import NativeCall
 from softload.stores import MemoryStore
 from softload.testing import HangingStore, RecordingStore
 
@@ -128,6 +130,16 @@ async def test_a_store_too_full_for_all_keeps_a_prefix() -> None:
         await settle(loader)
 
 
+@pytest.mark.parametrize("is_placed", [True, False])
+async def test_a_master_that_does_not_end_puts_is_no_master_that_answers(is_placed: bool) -> None:
+    pools = make_pools()
+    lying = LyingStore(lending_store())
+    async with opened(RecordingStore(lying), pools, **FEW, direct_reads=is_placed) as loader:
+        lying.lie("put_end", lambda _: True, PageStatus.STORE_UNREACHABLE)
+        assert set(await save(loader, pools, keys(PAGES))) == {SaveStatus.FAILED}
+        assert loader.statistics().open_breakers == ("master",)
+
+
 @pytest.mark.parametrize("method", ["put_start", "put_write", "put_end"])
 @pytest.mark.parametrize("ending", ["deadline", "cancelled", "closed"])
 async def test_places_of_a_save_that_ends_early_are_given_back(method: str, ending: str) -> None:
@@ -166,7 +178,49 @@ async def test_places_of_a_save_that_ends_early_are_given_back(method: str, endi
     assert memory.statistics().reservations == 0
 
 
-async def test_places_that_no_thread_could_give_back_go_with_the_next_save() -> None:
+async def test_places_that_come_in_the_step_in_which_the_save_is_cancelled_are_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pools = make_pools()
+    memory = lending_store()
+    complete = NativeCall.complete
+    saving: list[asyncio.Task[Any]] = []
+
+    def cancelled(call: NativeCall[Any]) -> None:
+        complete(call)
+        if call.group is not None and call.group.name == "write" and memory.statistics().reservations:
+            saving[0].cancel()
+
+    async with opened(RecordingStore(memory), pools, **FEW) as loader:
+        pools.fill(keys(PAGES), range(PAGES))
+        monkeypatch.setattr(NativeCall, "complete", cancelled)
+        saving.append(asyncio.create_task(loader.save([pools.unit("a", keys(PAGES), range(PAGES))])))
+        with pytest.raises(asyncio.CancelledError):
+            await saving[0]
+        await settle(loader)
+        assert memory.statistics().reservations == 0
+
+
+async def test_draining_waits_until_places_that_came_late_are_given_back() -> None:
+    pools = make_pools()
+    memory = lending_store()
+    hanging = HangingStore(memory)
+    async with opened(RecordingStore(hanging), pools, **FEW) as loader:
+        hanging.hold("put_start")
+        pools.fill(keys(PAGES), range(PAGES))
+        await loader.save([pools.unit("a", keys(PAGES), range(PAGES), deadline=0.1)])
+        hanging.hold("put_revoke")
+        draining = asyncio.create_task(loader.drain())
+        hanging.release("put_start")
+        await arrived(hanging, "put_revoke")
+        assert not draining.done()
+        hanging.release()
+        await draining
+        assert memory.statistics().reservations == 0
+
+
+@pytest.mark.parametrize("is_small", [False, True])
+async def test_places_that_no_thread_could_give_back_go_with_the_next_save(is_small: bool) -> None:
     pools = make_pools()
     memory = lending_store()
     hanging = HangingStore(memory)
@@ -181,7 +235,8 @@ async def test_places_that_no_thread_could_give_back_go_with_the_next_save() -> 
             assert memory.statistics().reservations > 0
             hanging.release()
             await loader.drain()
-            assert set(await save(loader, pools, keys(PAGES))) == {SaveStatus.SAVED}
+            again = ["r0k5"] if is_small else keys(PAGES)
+            assert set(await save(loader, pools, again)) == {SaveStatus.SAVED}
             assert memory.statistics().reservations == 0
             await settle(loader)
     finally:
