@@ -257,23 +257,6 @@ def test_endpoints_that_came_and_went_are_forgotten_and_open_breakers_last() -> 
     assert len(health._endpoints) == MAX_ENDPOINTS
 
 
-def test_an_owner_that_is_gone_for_good_casts_no_doubt_for_ever() -> None:
-    clock = ManualClock()
-    health = Health(clock=clock)
-    assert health.trusts_existence
-    for _ in range(3):
-        health.endpoint("gone").record(False)
-    for _ in range(10):
-        clock.now += 60.0
-        assert not health.trusts_existence
-        health.endpoint("gone").record(False, health.endpoint("gone").allows())
-    clock.now += 599.0
-    assert not health.trusts_existence
-    clock.now += 2.0
-    assert health.trusts_existence
-    assert health.statistics().open_breakers == ("gone",)
-
-
 def out_for(seconds: float) -> NativeCall[list[PageStatus]]:
     """A call that started so long ago and is not back."""
     call: NativeCall[list[PageStatus]] = NativeCall(list, lambda _: None)
