@@ -90,6 +90,9 @@ class _Handle:
     async def admitted(self) -> Admission:
         """Pages per request that were revalidated and have landing memory, before any slot is written.
 
+        Of a large unit in layout `grouped` it is enough that all of its objects are there and leased: what its later
+        layers' objects are is told before they are read. What is wrong with them then is a late failure.
+
         Raises:
             RuntimeError: the handle was not entered; all methods of a handle do that.
         """
