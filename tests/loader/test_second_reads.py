@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -78,12 +78,6 @@ class Loads:
                 self.outcomes.update((await handle.report()).outcomes)
 
 
-def hold_now(hanging: HangingStore, method: str, when: Callable[[Sequence[str]], bool]) -> None:
-    """Hold other calls, and let those go that are held."""
-    hanging.release(method)
-    hanging.hold(method, when)
-
-
 async def second_read_is_due(loader: PageLoader) -> None:
     """Wait until a read has been found to hang, and was queued once more."""
     assert loader._context is not None
@@ -95,7 +89,7 @@ async def second_read_is_due(loader: PageLoader) -> None:
 async def held_up(
     loader: PageLoader, pools: Pools, hanging: HangingStore, method: str, calls: int
 ) -> AsyncIterator[Loads]:
-    """Within, reads queue up behind `calls` others, so that they can be joined; `hold_now` lets those go."""
+    """Within, reads queue up behind `calls` others, so that they can be joined; another `hold` lets those go."""
     blockers = keys(calls, "blocker")
     await put(loader, pools, blockers)
     rows = range(pools.group.pools[0].num_pages - calls, pools.group.pools[0].num_pages)
@@ -137,7 +131,7 @@ async def test_loads_that_joined_a_read_that_hangs_restore_everything(
                 loads.start(pools.unit(f"r{request}", page_keys, range(4 * request + 4, 4 * request + 8)))
             await loads.read(*(f"r{request}" for request in range(4)))
             assert loader.statistics().shared_objects == 4 * 2 * objects
-            hold_now(hanging, method, nth_of(nth, "k0"))
+            hanging.hold(method, nth_of(nth, "k0"))
             await second_read_is_due(loader)
             end_time_of(loader, "stuck")
             await loads.ended("stuck", *(f"r{request}" for request in range(4)))
@@ -177,7 +171,7 @@ async def test_prefetches_are_served_too_and_later_loads_by_what_they_left(mode:
             objects = len(pools.group.specs(loader.config.layout)[pools.group.pools[0].name])
             async with loader.prefetch([pools.unit("next", keys(1))]) as prefetch:
                 await eventually(lambda: loader.statistics().shared_objects == objects)
-                hold_now(hanging, method, nth_of(0, "k0"))
+                hanging.hold(method, nth_of(0, "k0"))
                 assert (await prefetch.landed())["next"] == 1
                 report = await prefetch.place([pools.unit("next", keys(1), [1])])
                 assert_outcome(report.outcomes["next"], 1)
@@ -247,7 +241,7 @@ async def joined(
                 recording.clear()
                 if inner_holds is not None:
                     inner.hold("read", nth_of(inner_holds, "k0"))
-                hold_now(outer, "read", nth_of(0, "k0"))
+                outer.hold("read", nth_of(0, "k0"))
                 await arrived(outer, "read")
                 yield Joined(pools, outer, inner, lying, recording, loader, loads)
                 await loads.ended("first", "joiner")
@@ -423,7 +417,7 @@ async def test_without_memory_for_it_there_is_no_second_read() -> None:
             await loads.read("first")
             loads.start(pools.unit("joiner", keys(10), range(10, 20)))
             await loads.read("joiner")
-            hold_now(hanging, "read", any_of(*keys(10)))
+            hanging.hold("read", any_of(*keys(10)))
             await arrived(hanging, "read", 2)
             await anyio.sleep(0.06)  # a read is late after 50 ms
             hanging.release()
@@ -464,7 +458,7 @@ async def test_a_prefetch_whose_time_is_up_as_the_second_read_comes_holds_one_of
             async with loader.prefetch([pools.unit("next", keys(1), deadline=1.0)]) as prefetch:
                 await eventually(lambda: loader.statistics().shared_objects == 1)
                 inner.hold("read", nth_of(0, "k0"))
-                hold_now(outer, "read", nth_of(0, "k0"))
+                outer.hold("read", nth_of(0, "k0"))
                 await arrived(inner, "read")
                 await loads.ended("first")
                 deadline = prefetch._runs[0].deadline

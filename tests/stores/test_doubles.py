@@ -54,6 +54,30 @@ def test_hanging_until_released() -> None:
         store.hold("open")
 
 
+def test_another_hold_lets_go_of_what_the_first_held_and_misses_nothing() -> None:
+    store = HangingStore(memory())
+    store.open()
+    store.hold("exists", lambda keys: "a" in keys)
+    answers: list[object] = []
+    went_on = threading.Event()
+
+    def ask() -> None:
+        answers.extend(store.exists(["a"]))
+        went_on.set()
+        answers.extend(store.exists(["b"]))
+
+    caller = threading.Thread(target=ask)
+    caller.start()
+    assert store.wait_held("exists")
+    store.hold("exists", lambda keys: "b" in keys)
+    assert went_on.wait(5)
+    assert store.wait_held("exists")
+    assert answers == [False]
+    store.release()
+    caller.join(5)
+    assert answers == [False, False]
+
+
 def test_scripted_answers() -> None:
     store = ScriptedStore(memory())
     store.open()

@@ -80,7 +80,7 @@ class HangingStore(InterceptingStore):
         self._held: dict[str, int] = defaultdict(int)
 
     def hold(self, method: str, when: Callable[[Sequence[str]], bool] = lambda keys: True) -> None:
-        """From now on calls of `method` wait, those whose keys `when` says yes to.
+        """From now on calls of `method` wait, those whose keys `when` says yes to; what was held before goes on.
 
         Raises:
             ValueError: no such method.
@@ -88,6 +88,7 @@ class HangingStore(InterceptingStore):
         check_point(method)
         with self._changed:
             self._holding[method] = when
+            self._changed.notify_all()
 
     def held(self, method: str) -> int:
         """How many calls of `method` are waiting."""
