@@ -50,15 +50,17 @@ def test_an_aborted_one_is_answered_at_once_and_leaves_nothing(
     store, asked, cold = stored(running, admission)
     slots = running.free_tokens
     call = ADMISSIONS[admission]
-    store.hold(call)
+    mine = set(running.pages_of(cold[0]))
+    store.hold(call, lambda keys: any(page in key for page in mine for key in keys))
     left = running.start(asked[0])
     assert store.wait_held(call)
     running.abort(left, everybody=everybody)
-    assert left.done.wait(5)
+    assert left.done.wait(15)  # well before its hold, of 20 s, would end
     assert store.held(call)
     assert left.finish is not None and left.finish["type"] == "abort" and not left.tokens
     fresh = prompts(150, seed=52)[0]
-    assert running.generate([fresh])[0].is_good  # the engine is free for others
+    assert running.generate([fresh])[0].is_good  # engine and store are free for others
+    assert store.held(call)
     store.release()
     running.settle()
     wait_until(lambda: running.free_tokens == slots)  # the scheduler is in the middle of a step
