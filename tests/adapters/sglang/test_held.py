@@ -80,7 +80,7 @@ def test_the_cache_is_not_flushed_under_one(running: Engine, admission: str) -> 
     assert store.wait_held(ADMISSIONS[admission])
     assert not running.try_flush()
     store.release()
-    assert held.done.wait(20)
+    assert held.done.wait(60)
     assert held.tokens == cold[0].tokens and held.cached_tokens == 640
 
 
@@ -97,7 +97,7 @@ def test_the_cache_is_flushed_under_one_while_the_engine_pauses(running: Engine,
     assert running.try_flush()
     store.release()
     running.resume()
-    assert held.done.wait(20)
+    assert held.done.wait(60)
     assert held.tokens == cold[0].tokens and held.is_good
     running.settle()
     wait_until(lambda: statistics(running).landing_bytes_in_use == 0)
