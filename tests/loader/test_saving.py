@@ -283,7 +283,7 @@ async def test_no_landing_memory_sheds_within_a_moment() -> None:
                 unit = pools.unit(f"r{request}", keys(2, f"r{request}k"), range(2))
                 tasks.start_soon(loader.save, [unit])
             await arrived(hanging, "put_write", 4)
-            with anyio.fail_after(2):
+            with anyio.fail_after(15):
                 report = await loader.save([pools.unit("late", keys(8, "late"), range(8))])
             assert SaveStatus.SHED in {page.status for page in report.outcomes["late"].pages}
             hanging.release()
@@ -461,7 +461,7 @@ async def test_closing_answers_a_save_of_many_units() -> None:
 
             tasks.start_soon(save)
             await arrived(hanging, "put_write")
-        with anyio.fail_after(5):
+        with anyio.fail_after(15):
             await eventually(lambda: bool(reports))
     assert set(reports[0].outcomes) == {"r0", "r1", "r2"}
 
