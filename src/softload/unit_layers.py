@@ -40,6 +40,9 @@ class LayeredUnit(Protocol):
     async def until(self, ready: Callable[[], bool], idle: float = 0.0) -> None:
         """Wait for a condition on what has landed; see `UnitRun.until`."""
 
+    def wake(self) -> None:
+        """The condition may have come true."""
+
     def give_up(self, status: PageStatus) -> None:
         """All of it is a miss."""
 
@@ -174,7 +177,7 @@ class UnitLayers:
         idle = _HEAD_START if has_head_start else 0.0
         await self._unit.until(partial(self._is_here, layers), idle)
         if self._wants.pages:
-            refused = await self._copies.wait_for_engine()
+            refused = await self._copies.wait_for_engine(self._unit)
             if refused is not None:
                 self._unit.give_up(refused)
             await self._context.pacer.turn()

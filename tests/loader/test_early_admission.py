@@ -23,6 +23,7 @@ from .harness import (
     arrived,
     assert_outcome,
     config,
+    eventually,
     is_of,
     keys,
     load,
@@ -96,6 +97,29 @@ async def test_first_layers_come_while_it_is_asked_where_the_others_are(
         assert report.admission_s < report.first_layer_s < report.load_s
         assert len(set(recording.keys_of("descriptors"))) == len(recording.keys_of("descriptors")) == 4 * PAGES
         assert len(recording.keys_of("read")) == (0 if is_lent else 4 * PAGES)
+        await settle(loader)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"layout": "page", "read_mode": "whole"}, {"layout": "page", "read_mode": "ranges"}]
+)
+async def test_all_is_read_while_the_engine_still_has_the_slots(options: dict[str, Any]) -> None:
+    pools = make_pools(pages=2 * PAGES)
+    opens = threading.Event()
+    async with opened(store(), pools, **options) as loader:
+        await put(loader, pools, keys(PAGES))
+        await load(loader, pools.unit("open", keys(PAGES), ROWS))
+        nbytes = loader.statistics().bytes_loaded
+        pools.scramble()
+        try:
+            async with loader.load([pools.unit("a", keys(PAGES), ROWS, ready=opens.wait)]) as handle:
+                await eventually(lambda: loader.statistics().bytes_loaded == 2 * nbytes)
+                pools.assert_rows_kept()
+                opens.set()
+                assert_outcome((await handle.report()).outcomes["a"], PAGES)
+        finally:
+            opens.set()
+        pools.assert_restored(keys(PAGES), ROWS)
         await settle(loader)
 
 
