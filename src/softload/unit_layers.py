@@ -37,6 +37,9 @@ _COPIED_ALONG = 1 << 20
 class LayeredUnit(Protocol):
     """The unit. All of it is called on the loop."""
 
+    deadline: float
+    """When its waiters are answered, on the event loop's clock."""
+
     async def until(self, ready: Callable[[], bool], idle: float = 0.0) -> None:
         """Wait for a condition on what has landed; see `UnitRun.until`."""
 
@@ -152,9 +155,11 @@ class UnitLayers:
             return
         layers = range(self._progress.layers, self._context.pools.num_layers)
         left = [column for column in self._wants.columns if column.spec.layers[-1] >= layers.start]
+        if self._fetches.loans.give_up_unprovable(left):
+            self._unit.cut()
         copies = self._copies.of_layers(left, layers)
         if self._wants.pages and sum(copy.nbytes for copy in copies) <= self._context.config.copy_chunk_bytes:
-            if not await self._copies.copy(copies, layers.start):
+            if not await self._copies.copy(copies, layers.start, self._unit.deadline):
                 self._unit.give_up(PageStatus.CANCELLED)
             for each in self._copies.take_refuted():  # there is no time to read it
                 self._wants.mark_bad(each.column, each.page, PageStatus.TIMED_OUT)
@@ -197,12 +202,12 @@ class UnitLayers:
 
     async def _end(self, begun: BegunCopies, layer: int, here: Callable[[], bool]) -> bool:
         """Wait for copies; what was not proven is read, and copied from where it has landed. False where one failed."""
-        following = None if self._ahead is None else self._ahead.begun
-        is_good = await self._copies.end(begun, following)
+        until, following = self._unit.deadline, None if self._ahead is None else self._ahead.begun
+        is_good = await self._copies.end(begun, until, following)
         while is_good and (refuted := self._copies.take_refuted()):
             self._fetches.read_refuted(refuted, self._turn)
             await self._unit.until(here)
-            is_good = await self._copies.end(self._copies.begin(self._copies.again(refuted), layer), following)
+            is_good = await self._copies.end(self._copies.begin(self._copies.again(refuted), layer), until, following)
         return is_good
 
     def _is_here(self, layers: range, *, is_copying: bool = False) -> bool:
