@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -138,9 +138,14 @@ class UnitLayers:
         """The draft after the target: it has a gate of its own. Zeros where it is missing."""
         if not self._wants.draft:
             return
-        here = partial(self._fetches.landed, self._wants.draft_columns)
-        await self._unit.until(here)
-        if not await self._copy(self._copies.of_draft(), self._context.pools.num_layers, here):
+        if self._wants.draft_rides:
+            is_good = await self._copy_riding_draft()
+        else:
+            here = partial(self._fetches.landed, self._wants.draft_columns)
+            await self._unit.until(here)
+            begun = self._copies.begin(self._copies.of_draft(), self._context.pools.num_layers)
+            is_good = await self._end(begun, self._context.pools.num_layers, here)
+        if not is_good:
             self._wants.draft_pages = 0
         self.draft_restored = self._wants.draft_pages
         for chunk in self._copies.zeros(self.restored, self.draft_restored):
@@ -148,6 +153,15 @@ class UnitLayers:
             self._zeroed = True
             if not await self._copies.run_chunk(chunk):
                 break
+
+    async def _copy_riding_draft(self) -> bool:
+        """Of the target's objects, which are here: what is not proven costs the draft alone, and is not read for it."""
+        layer = self._context.pools.num_layers
+        is_good = await self._copies.copy(self._copies.of_draft(), layer, self._unit.deadline)
+        for each in self._copies.take_refuted():
+            self._wants.mark_without_draft(each.column, each.page)
+        self._unit.cut()
+        return is_good
 
     async def salvage_target(self) -> None:
         """The deadline has passed: copy what landed in time, if it is no more than one chunk."""
@@ -196,9 +210,6 @@ class UnitLayers:
             copies += more
             layers = range(layers.start, left.popleft().stop)
         return _Step(layers, self._copies.begin(copies, layers.start))
-
-    async def _copy(self, copies: Sequence[AnyCopy], layer: int, here: Callable[[], bool]) -> bool:
-        return await self._end(self._copies.begin(copies, layer), layer, here)
 
     async def _end(self, begun: BegunCopies, layer: int, here: Callable[[], bool]) -> bool:
         """Wait for copies; what was not proven is read, and copied from where it has landed. False where one failed."""

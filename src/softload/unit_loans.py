@@ -71,7 +71,7 @@ class UnitLoans:
         if not known or not lender.lends_any:
             return
         columns, has_digests = list(columns), self._context.config.layout is Layout.GROUPED
-        if not has_digests and not self._is_worth_asking(columns, known):
+        if not has_digests and not (self._is_worth_asking(columns) and self._is_all_lent(columns, known)):
             return
         for column in columns:
             pages = self._pages.pages_of(column)
@@ -97,18 +97,19 @@ class UnitLoans:
         for size in dict.fromkeys((spec.size, spec.target_size)):
             yield from self._context.lender.runs(places, size, len(spec.fragments))
 
-    def _is_worth_asking(self, columns: Iterable[Column], known: Mapping[str, Descriptor | PageStatus | None]) -> bool:
-        """Of objects without digests: whether all that is wanted is lent, and large enough for so many questions."""
-        objects = nbytes = 0
+    def _is_worth_asking(self, columns: Iterable[Column]) -> bool:
+        """Of objects without digests: whether they are large enough for so many questions."""
+        counts = [(len(self._pages.pages_of(column)), column.spec.size) for column in columns]
+        return sum(count * size for count, size in counts) >= sum(count for count, _ in counts) * _WORTH_ASKING
+
+    def _is_all_lent(self, columns: Iterable[Column], known: Mapping[str, Descriptor | PageStatus | None]) -> bool:
+        """Of objects without digests: whether none of what is wanted has to be read."""
         for column in columns:
             pages = self._pages.pages_of(column)
             places = list(map(known.get, column.keys[pages.start : pages.stop]))
-            lent = [segment for _, segment in self._runs(column, places)]
-            if sum(segment.count for segment in lent) < len(pages):
+            if sum(segment.count for _, segment in self._runs(column, places)) < len(pages):
                 return False
-            objects += len(pages)
-            nbytes += sum(segment.nbytes * segment.count for segment in lent)
-        return nbytes >= objects * _WORTH_ASKING
+        return True
 
     def give_up_unprovable(self, columns: Iterable[Column]) -> bool:
         """There is no time to ask the store any more: what it alone can prove is a miss. Whether there is any."""

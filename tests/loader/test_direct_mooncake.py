@@ -199,6 +199,7 @@ async def test_a_master_that_goes_after_admission_proves_nothing_about_pages(fau
         async with loader.load([pools.unit("a", keys(PAGES), range(PAGES), ready=gate)]) as handle:
             await gate.wait()
             master = store.cluster.master
+            assert master is not None
             await anyio.to_thread.run_sync(master.freeze if fault == "frozen" else master.kill)
             try:
                 gate.opens.set()
