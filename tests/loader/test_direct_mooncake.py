@@ -22,8 +22,8 @@ from .test_direct_reads import Gate, object_keys
 pytestmark = [pytest.mark.asyncio, pytest.mark.mooncake]
 
 PAGES = 6
-WIDTH = 16 << 10
-"""Bytes of a token in a layer: 64 KiB a page and layer, 320 KiB a page."""
+WIDTH = 32 << 10
+"""Bytes of a token in a layer: 128 KiB a page and layer, 640 KiB a page."""
 
 layouts = pytest.mark.parametrize("layout", list(Layout))
 

@@ -129,7 +129,7 @@ async def test_who_wants_a_way_of_reading_gets_it(read_mode: ReadMode) -> None:
 
 @pytest.mark.parametrize(
     ("width", "draft", "is_direct"),
-    [(64, None, False), (16 << 10, None, True), (16 << 10, DraftMode.SIDECAR, True), (9 << 10, None, False)],
+    [(64, None, False), (16 << 10, None, True), (16 << 10, DraftMode.SIDECAR, True), (7 << 10, None, False)],
     ids=["small", "large", "a small draft beside large", "smaller than that"],
 )
 async def test_small_objects_land(
@@ -137,9 +137,9 @@ async def test_small_objects_land(
 ) -> None:
     """They are not worth so many questions."""
     monkeypatch.undo()
-    pools = make_pools(width=width, layers=7, pages=2 * PAGES, draft=draft)
+    pools = make_pools(width=width, layers=16, pages=2 * PAGES, draft=draft)
     recording = RecordingStore(lending_store())
-    async with opened(recording, pools, **PAGE) as loader:
+    async with opened(recording, pools, **PAGE, landing_bytes=16 << 20) as loader:
         await put(loader, pools, keys(PAGES))
         assert_outcome((await load(loader, pools.unit("a", keys(PAGES), range(PAGES))))["a"], PAGES)
         pools.assert_restored(keys(PAGES), range(PAGES))
