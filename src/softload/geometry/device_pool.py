@@ -213,11 +213,7 @@ class DevicePool:
         return rows
 
     def check_rows(self, rows: npt.NDArray[np.int64]) -> None:
-        """Make sure that page rows are rows of `page_views`.
-
-        Raises:
-            ValueError: one that is out of range.
-        """
+        """Raise `ValueError` unless all of them are rows of `page_views`."""
         if rows.size and not (0 <= rows.min() and rows.max() < self.num_pages):
             page = int(((rows < 0) | (rows >= self.num_pages)).argmax())
             raise ValueError(
@@ -298,8 +294,7 @@ class DevicePool:
     def _page_rows(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         starts = tokens[:, 0]
         rows: npt.NDArray[np.int64] = starts // self.page_size
-        # One look says that all is well, as a rule: a page must start, and go on, where its row does.
-        if (tokens == (rows * self.page_size)[:, None] + self._tokens_of_page).all():
+        if (tokens == (rows * self.page_size)[:, None] + self._tokens_of_page).all():  # as a rule
             return rows
         misaligned = starts % self.page_size != 0
         if misaligned.any():
