@@ -253,10 +253,10 @@ async def test_save_ends_while_the_store_hangs(point: str, how: str) -> None:
     """Its slots are the engine's again at once: what the late call writes is what they held when they were offered."""
     pools = make_pools()
     hanging = HangingStore(store())
-    async with opened(hanging, pools, save_deadline=0.1 if how == "deadline" else 20.0) as loader:
+    async with opened(hanging, pools) as loader:
         pools.fill(keys(6), range(6))
         hanging.hold(point)
-        unit = pools.unit("a", keys(6), range(6))
+        unit = pools.unit("a", keys(6), range(6), deadline=1.0 if how == "deadline" else None)
         with anyio.fail_after(15), anyio.CancelScope() as scope:
             if how == "deadline":
                 report = await loader.save([unit])
@@ -272,7 +272,7 @@ async def test_save_ends_while_the_store_hangs(point: str, how: str) -> None:
         pools.assert_rows_kept()
         # Whatever the late call stored, it is right, and what it did not can be stored now.
         pools.fill(keys(6), range(6))
-        report = await loader.save([unit])
+        report = await loader.save([pools.unit("a", keys(6), range(6))])
         assert {page.status for page in report.outcomes["a"].pages} <= {SaveStatus.SAVED, SaveStatus.PRESENT}
         pools.scramble(seed=6)
         assert_outcome((await load(loader, pools.unit("b", keys(6), range(6))))["b"], 6)
