@@ -391,7 +391,7 @@ async def test_the_next_load_from_an_endpoint_that_is_silent_waits_for_nothing(m
             await put(loader, pools, keys(2, name))
         assert_outcome((await load(loader, pools.unit("warm", keys(2, "c"), range(2))))["warm"], 2)
         hanging.hold(method)
-        unit = pools.unit("a", keys(2, "a"), range(2), deadline=0.7)
+        unit = pools.unit("a", keys(2, "a"), range(2), deadline=2.0)  # its read is out for half a second of it at least
         assert_outcome((await load(loader, unit))["a"], 0, PageStatus.TIMED_OUT)
         assert loader.statistics().open_breakers == ("memory",)
         began = anyio.current_time()
@@ -438,7 +438,7 @@ async def test_a_master_that_is_silent_is_asked_once() -> None:
     pools = make_pools()
     hanging = HangingStore(store())
     recording = RecordingStore(hanging)
-    async with opened(recording, pools, lookup_deadline=0.6) as loader:
+    async with opened(recording, pools, lookup_deadline=2.0) as loader:  # the call is out for half a second of it
         await put(loader, pools, keys(2))
         hanging.hold("exists")
         try:
