@@ -89,7 +89,8 @@ def test_an_engine_that_has_only_a_load_to_wait_for_does_not_spin(one: Rig) -> N
     processor, wall = time.thread_time(), time.monotonic()
     for _ in range(100):
         one.llm.llm_engine.step()
-    assert time.thread_time() - processor < (time.monotonic() - wall) / 2
+    # One that spins takes all of it; an eighth is what its steps themselves take, and more on a slower processor.
+    assert time.thread_time() - processor < 0.8 * (time.monotonic() - wall)
     one.hanging.release()
     step_to_the_end(one.llm)
 
