@@ -101,6 +101,7 @@ async def _answered_from_memory(rig: Rig, lost: list[str], report: Callable[...,
         unit = pools.unit(f"learn{attempt}", lost[:2], range(20, 22), deadline=0.3)
         assert_outcome((await load(loader, unit))[unit.request_id], 0)
     seconds = []
+    probes = 0
     for attempt in range(20):
         watch = Watch()
         name = f"again{attempt}"
@@ -108,10 +109,12 @@ async def _answered_from_memory(rig: Rig, lost: list[str], report: Callable[...,
         if found.pages:
             outcome = (await load(loader, pools.unit(name, lost[:2], range(20, 22), deadline=1.0)))[name]
             assert_outcome(outcome, 0)
-            assert missed(outcome)[0] in REFUSED
+            probes += missed(outcome)[0] is PageStatus.TIMED_OUT
+            assert missed(outcome)[0] in REFUSED | {PageStatus.TIMED_OUT}
         seconds.append(watch.seconds)
     report("lookups of what it held", p50_ms=statistics.median(seconds) * 1e3, max_ms=max(seconds) * 1e3)
     assert statistics.median(seconds) < 0.1
+    assert probes <= 3, "less and less often, if a busy machine takes seconds for all of that"
 
 
 async def _all_returned(rig: Rig) -> None:
