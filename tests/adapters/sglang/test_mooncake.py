@@ -53,7 +53,7 @@ def strike(cluster: object, fault: str) -> None:
             master.kill()
 
 
-@pytest.mark.timeout(170)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("admission", ["hold", pytest.param("stream", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_requests_answer_as_if_cold(running: Engine, fault: str, admission: str) -> None:
