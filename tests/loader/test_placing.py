@@ -87,7 +87,9 @@ async def test_many_pages_take_places_in_turns(monkeypatch: pytest.MonkeyPatch) 
         await settle(loader)
 
 
-@pytest.mark.parametrize("options", [{"direct_reads": False}, {"layout": "page"}, {"integrity": "off"}])
+@pytest.mark.parametrize(
+    "options", [{"direct_reads": False}, {"layout": "page", "read_mode": "whole"}, {"integrity": "off"}]
+)
 async def test_where_nothing_is_lent_each_call_takes_its_own_places(options: dict[str, Any]) -> None:
     pools = make_pools()
     recording = RecordingStore(lending_store())

@@ -40,6 +40,11 @@ CASES: dict[str, dict[str, Any]] = {
     "grouped-evicting": {"store_bytes": 256 << 10},
     "page": {"layout": Layout.PAGE},
     "page-packed": {"layout": Layout.PAGE, "draft": DraftMode.PACKED, "copy_chunk_bytes": ONE_CHUNK},
+    "page-lent": {"layout": Layout.PAGE, "lends": True, "freezes": False, "single_groups": True},
+    "page-lent-packed": {"layout": Layout.PAGE, "lends": True, "freezes": False, "draft": DraftMode.PACKED},
+    "page-lent-frozen": {"layout": Layout.PAGE, "lends": True, "single_groups": True, "draft": DraftMode.SIDECAR},
+    "page-lent-tiny": {"layout": Layout.PAGE, "lends": True, "freezes": False, "landing_bytes": TINY},
+    "page-lent-evicting": {"layout": Layout.PAGE, "lends": True, "freezes": False, "store_bytes": 256 << 10},
     "ranges": {"layout": Layout.PAGE, "read_mode": ReadMode.RANGES, "read_lanes": 1},
     "ranges-packed": {"layout": Layout.PAGE, "read_mode": ReadMode.RANGES, "read_lanes": 1, "draft": DraftMode.PACKED},
     "ranges-sidecar-tiny": {
