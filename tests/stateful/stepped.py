@@ -48,7 +48,7 @@ class SteppedMachine(LoaderMachine):
         lie=LIE,
         which=NUMBER,
     )
-    def start(  # type: ignore[override]
+    def start(
         self,
         stored: list[tuple[int, int]],
         only: str,
