@@ -18,7 +18,7 @@ from softload.questions import MOST_OBJECTS
 from softload.transfer import HitPolicy
 from softload.unit_pages import UnitPages, Wanted
 
-__all__ = ["Answers", "Endpoints", "Steps", "ask_descriptors", "first_columns", "readable", "revalidate"]
+__all__ = ["Answers", "Endpoints", "Steps", "ask_again", "ask_descriptors", "first_columns", "readable", "revalidate"]
 
 Answers = Mapping[str, Descriptor | PageStatus | None]
 """Per object key: where it is, or why it is not; ``None`` where its bytes are here or on their way already."""
@@ -97,6 +97,21 @@ async def ask_descriptors(
             if answer is PageStatus.NO_MEMORY_REPLICA or (answer is PageStatus.NOT_FOUND and key in context.promised):
                 context.health.negative.add(key, answer)
     return answers
+
+
+async def ask_again(context: Context, keys: list[str], until: float) -> Answers:
+    """Where objects are now that were revalidated before: the answer to a question asked after this was called.
+
+    Args:
+        context: the loader's parts.
+        keys: the objects, each once.
+        until: when it is too late for an answer.
+    """
+    if len(keys) < _ASKED_APART:
+        found = await context.ask_descriptors(keys, until)
+    else:
+        found = await _ask_in_slices(context, (), keys, until, None)
+    return dict(zip(keys, found, strict=True))
 
 
 async def _ask_in_slices(
