@@ -150,7 +150,8 @@ def test_pools_of_one_source_have_the_same_rows_each_within_its_own_bounds(make_
         make_pool(C4, KV, widths=(3,), layer_mapping={1: 0}, rows_are_pages=True),
     ]
     group = DevicePoolGroup(pools, 2, 4)
-    assert [resolved.rows.tolist() for resolved in group.resolve([component(KV, first=2)])] == [[2, 3]] * 3
+    for resolved in group.resolve([component(KV, first=2)]):
+        assert resolved.rows is not None and resolved.rows.tolist() == [2, 3]
     with pytest.raises(ValueError, match=re.escape("pool indexer: expected page rows in [0, 4), got 4 for page 1")):
         group.resolve([component(KV, first=3)])
 
