@@ -83,7 +83,9 @@ class PlannedPages:
     def discard(self, unit: object) -> None:
         """It has planned all, or wants nothing any more."""
         pages = self._units.pop(unit, None)
-        if pages is not None:
+        if not self._units:
+            self._counts.clear()
+        elif pages is not None:
             self._counts.subtract(pages)
             for page in pages:
                 if not self._counts[page]:
