@@ -23,7 +23,17 @@ _TOGETHER_BYTES = 4 << 20
 """Units whose turn it is are read from together up to so much: a call of their own takes longer than so few bytes."""
 
 _LANES_IN_ORDER = 2
-"""With as many for an endpoint, or fewer, its ranged reads go one at a time, each while the last one is checked."""
+"""With as many for an endpoint, or fewer, its ranged reads go one at a time, each while the last one is checked, and so
+do large reads of a unit where it is slow."""
+
+_SLOW = 3e9
+"""Bytes per second below which large reads of one unit go one at a time: the link, or the owner's processors, are the
+bound, so that a second one beside the first makes earlier layers late, and all of them no earlier. Above it, two at a
+time hide what goes on between calls.
+"""
+
+_LARGE = 1 << 20
+"""Bytes: less is soon over, and what goes on between calls weighs more."""
 
 
 class Reads(Protocol):
@@ -91,7 +101,8 @@ class ReadQueue:
         )
         first = {endpoint for endpoint, _ in batches} if turn.is_first else set()
         # Ranges come over a connection also from this process, and two such reads make the earlier layers later.
-        in_order = ranged and self._config.endpoint_lanes <= _LANES_IN_ORDER
+        one_by_one = self._config.endpoint_lanes <= _LANES_IN_ORDER
+        in_order = ranged and one_by_one
         turn.is_first = turn.is_first and not batches
         for endpoint, items in batches:
             turn.tag = max(turn.tag, self._turn) + 1.0
@@ -109,6 +120,7 @@ class ReadQueue:
                 priority=turn.tag,
                 kind=endpoint,
                 alone=call.is_first or in_order,
+                series=turn if one_by_one and self._is_slow(call) else None,
             )
             native.label = call.label
             call.native = native
@@ -118,6 +130,12 @@ class ReadQueue:
             except RefusedError:
                 del self._queued[place]
                 self._reads.fail(items, PageStatus.SHED)
+
+    def _is_slow(self, call: ReadCall) -> bool:
+        """Whether it is a large read that takes long, as its endpoint has shown."""
+        count, nbytes = sum(part.fetch.count for part in call.parts), sum(part.nbytes for part in call.parts)
+        known = self._health.costs.known(call.endpoint, ranged=call.ranged) if nbytes >= _LARGE else None
+        return known is not None and known.seconds(count, nbytes) * _SLOW > nbytes
 
     def _prepare(self, call: ReadCall) -> bool:
         """On the loop, right before a thread gets the call: what nobody wants any more is not read."""
