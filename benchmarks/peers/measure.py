@@ -20,6 +20,7 @@ LAYER_TIMES = (0.0, 0.001, 0.002, 0.005, 0.010)
 """Seconds that a forward takes a layer."""
 
 LANDED = "grouped, landed"
+PAGE_LANDED = "page, landed"
 """The side that takes what lies in this process by landing memory too."""
 
 _MIB = 1 << 20
@@ -106,8 +107,9 @@ async def measure_case(case: Case, *, owners: int, rounds: int, layer_times: Seq
         whole = await bench.loader(Layout.PAGE, read_mode=ReadMode.WHOLE)
         ranges = await bench.loader(Layout.PAGE, read_mode=ReadMode.RANGES)
         loaders = {"grouped": grouped, "page": page, "page, whole": whole, "page, ranges": ranges}
-        if not owners:  # what lies in this process is copied from there, by `grouped`
+        if not owners:  # what lies in this process is copied from there, by `grouped` and `page`
             loaders[LANDED] = await bench.loader(Layout.GROUPED, integrity=Integrity.SAMPLE, direct_reads=False)
+            loaders[PAGE_LANDED] = await bench.loader(Layout.PAGE, direct_reads=False)
         sides: dict[str, Side] = {name: _ours(loader, bench) for name, loader in loaders.items()}
         linker = SGLangLinker(workload, bench.store.native) if with_sglang else None
         if linker is not None:

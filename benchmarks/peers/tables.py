@@ -112,7 +112,7 @@ _ALL_LAYERS = {
 _DIRECT = {"mla": 2.5, "dsa": 2.5, "mha": 1.8, "fragments": 5.0}
 """All layers of `grouped` where it copies from this process's own segment."""
 
-_LANDED = "grouped, landed"
+_LANDED, _PAGE_LANDED = "grouped, landed", "page, landed"
 
 _FIRST_LAYER = {"local": 0.7, "owner": 1.1}
 
@@ -169,7 +169,9 @@ def _case_goals(case: dict[str, Any]) -> Iterator[Goal]:
             yield _at_most(number, f"{side}, first layer, of SGLang's", name, _FIRST_LAYER[store], first)
     for label, page in sides["page"].items():
         own = min(sides[way][label]["stall"]["median"] for way in ("page, whole", "page, ranges"))
-        yield _stall_goal("page stall, of the better way's", name, label, page, own, 1.15)
+        for side in ("page", _PAGE_LANDED):
+            if side in sides:
+                yield _stall_goal(f"{side} stall, of the better way's", name, label, sides[side][label], own, 1.15)
         if theirs is None:
             continue
         for side in ("grouped", "page"):

@@ -47,7 +47,8 @@ class ReadMode(StrEnum):
     """How objects are read."""
 
     AUTO = "auto"
-    """The loader chooses by what reads have cost so far: whichever lets the forward of a streaming unit wait less."""
+    """The loader chooses by what reads have cost so far: whichever lets the forward of a streaming unit wait less. What
+    lies in this process's own segment need not be read: see `LoaderConfig.direct_reads`."""
 
     WHOLE = "whole"
     """Each in one read: the fastest way to all of it. Leases by itself."""
@@ -85,8 +86,9 @@ class LoaderConfig:
         read_batch_bytes: bytes in one read call at most.
         read_batch_objects: objects in one read call at most.
         copy_chunk_bytes: bytes copied between two looks at the deadline.
-        direct_reads: of `Layout.GROUPED` with a digest, copy streamed objects that lie in this process's own segment
-            from there, instead of by landing memory, where the pools are in the CPU's memory.
+        direct_reads: copy streamed objects that lie in this process's own segment from there, instead of by landing
+            memory, where the pools are in the CPU's memory: of `Layout.GROUPED` those with a digest, of `Layout.PAGE`
+            with `ReadMode.AUTO` large ones.
         hold_limit: how long landed pages stay pinned for a prefetch that does not place them.
         prefetch_ttl: how long landed bytes of ended prefetches may serve later units.
         negative_entries: keys in the negative cache at most.

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import anyio
 
-from softload.config import Integrity, Layout, LoaderConfig
+from softload.config import Integrity, Layout, LoaderConfig, ReadMode
 from softload.connection import Connection
 from softload.errors import LoaderClosedError
 from softload.geometry.group import DevicePoolGroup
@@ -128,7 +128,9 @@ class Context:
 
     def __post_init__(self) -> None:
         config = self.config
-        is_checked = config.layout is Layout.GROUPED and config.integrity is not Integrity.OFF
+        # By a digest, or by asking once more. Who wants objects read whole, or in ranges, has them read.
+        has_digests = config.layout is Layout.GROUPED
+        is_checked = config.integrity is not Integrity.OFF if has_digests else config.read_mode is ReadMode.AUTO
         self.lender = Lender(
             self.calls,
             lease_ttl=self.connection.lease_ttl,
@@ -215,14 +217,17 @@ class Context:
         try:
             question, first = begin()
             call = question.call
-            with question.asked(), self.wait_until(until) as scope:
-                await question.returned.wait()
+            try:
+                with question.asked(), self.wait_until(until) as scope:
+                    await question.returned.wait()
+            except anyio.get_cancelled_exc_class():
+                if anyio.current_time() >= until and not self.closing:  # its caller's own time was up at that moment
+                    self._came_late(question)
+                raise
             if self.closing and not call.finished:
                 return [PageStatus.CANCELLED] * count
             if scope.cancelled_caught and not call.finished:
-                if call.elapsed() > _FAIR_SECONDS and not question.is_late:
-                    question.is_late = True
-                    self.health.master_timed_out(call)
+                self._came_late(question)
                 return [PageStatus.TIMED_OUT] * count
             if isinstance(call.error, RefusedError):  # the loader was closed before the call had its turn
                 raise call.error
@@ -241,3 +246,10 @@ class Context:
             return [PageStatus.SHED] * count
         finally:
             permit.give_back()
+
+    def _came_late(self, question: Question[T]) -> None:
+        """Nobody can wait for it any longer: what that says of the master is told once."""
+        call = question.call
+        if not call.finished and call.elapsed() > _FAIR_SECONDS and not question.is_late:
+            question.is_late = True
+            self.health.master_timed_out(call)

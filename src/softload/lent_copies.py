@@ -3,11 +3,16 @@
 Nothing keeps such an object as it is but its lease: removed by force, another may take its place while it is copied. So
 it is looked at after its last byte was copied: if what lies there by then is the object, under a lease that has not run
 out, so was what was copied. That is what a digest of landed bytes says of them, and it fails where that fails.
+
+An object without a digest is asked for once more, after its last byte was copied under that lease: if it is where it
+was, so was what was copied. Nothing else will do. For bytes that were read, a master that is gone is taken for one that
+gives no memory away, since the read, or its session, had just asked it. What is copied was asked for at admission, and
+others may have its memory by now: from the master before it went, or from one that is out of our reach alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Final
@@ -16,12 +21,13 @@ from softload.config import Integrity
 from softload.copies import Copy, execute, objects_of, runs
 from softload.geometry.layout import Fragment
 from softload.integrity import check_blocks
+from softload.outcomes import PageStatus
 from softload.planning import Column
-from softload.protocols import Clock
+from softload.protocols import Clock, Descriptor
 from softload.segments import Segment
 from softload.store_calls import StoreCalls
 
-__all__ = ["DIRECT", "LentCopy", "Refuted", "copy_lent", "lent_batches", "lent_copies"]
+__all__ = ["DIRECT", "LentCopy", "Refuted", "copy_lent", "keys_of", "lent_batches", "lent_copies", "moved"]
 
 DIRECT: Final = "direct read"
 """Label of copies from where the store has its bytes."""
@@ -65,11 +71,19 @@ class LentCopy:
 
 @dataclass(frozen=True, slots=True)
 class Refuted:
-    """A page whose object was not proven after it was copied, and the parts of it that were wanted."""
+    """A page whose object was not proven after it was copied.
+
+    Args:
+        column: whose it is.
+        fragments: the parts of it that were wanted.
+        page: which.
+        size: the object's bytes.
+    """
 
     column: Column
     fragments: Sequence[Fragment]
     page: int
+    size: int
 
 
 def lent_copies(
@@ -104,13 +118,15 @@ def lent_batches(copies: Sequence[LentCopy], max_bytes: int) -> Iterator[list[Le
         yield batch
 
 
-def copy_lent(calls: StoreCalls, copies: Sequence[LentCopy], *, integrity: Integrity, clock: Clock) -> list[Refuted]:
+def copy_lent(
+    calls: StoreCalls, copies: Sequence[LentCopy], *, integrity: Integrity | None, clock: Clock
+) -> list[Refuted]:
     """On a thread: copy, then prove. What is not proven must not be used: it may be anybody's bytes.
 
     Args:
         calls: whose store lends.
         copies: what to copy, column by column.
-        integrity: how the objects are proven.
+        integrity: how the objects are proven; ``None`` where they have no digest: then `moved` must follow.
         clock: what leases are measured with.
     """
     until = min(copy.until for copy in copies)
@@ -120,13 +136,45 @@ def copy_lent(calls: StoreCalls, copies: Sequence[LentCopy], *, integrity: Integ
     with calls.hold() as allowed:
         if allowed and clock() < until:
             execute([part for copy in copies for part in _parts(copy)])
-            found = [good for same in steps for good in _whole(same, integrity)]
+            found = [True] * len(whole)
+            if integrity is not None:
+                found = [good for same in steps for good in _whole(same, integrity)]
             if clock() < until:
                 whole = found
     pages = [(copy, page) for copy in copies for page in copy.pages]
-    return [
-        Refuted(copy.column, copy.fragments, page) for (copy, page), good in zip(pages, whole, strict=True) if not good
-    ]
+    return [_refuted(copy, page) for (copy, page), good in zip(pages, whole, strict=True) if not good]
+
+
+def keys_of(copies: Iterable[LentCopy]) -> list[str]:
+    """The objects' keys, each once."""
+    return list(dict.fromkeys(copy.column.keys[page] for copy in copies for page in copy.pages))
+
+
+def moved(
+    copies: Iterable[LentCopy],
+    now: Mapping[str, Descriptor | PageStatus | None],
+    is_lent: Callable[[Column, int], bool],
+) -> list[Refuted]:
+    """What is not, as far as the store has said since it was copied, where it was copied from.
+
+    Args:
+        copies: what was copied, before `now` was asked for.
+        now: per object key.
+        is_lent: whether a page's object is still taken from there. One that had left is no proof when it is back, and
+            these copies may have been begun before it was known to have left.
+    """
+    found: list[Refuted] = []
+    for copy in copies:
+        segment = copy.segment
+        for nth, page in enumerate(copy.pages):
+            place = Descriptor(segment.nbytes, segment.endpoint, segment.pointer + nth * segment.stride)
+            if now[copy.column.keys[page]] != place or not is_lent(copy.column, page):
+                found.append(_refuted(copy, page))
+    return found
+
+
+def _refuted(copy: LentCopy, page: int) -> Refuted:
+    return Refuted(copy.column, copy.fragments, page, copy.segment.nbytes)
 
 
 def _whole(copies: Sequence[LentCopy], integrity: Integrity) -> list[bool]:

@@ -369,5 +369,5 @@ class UnitRun:
 
     def _fail_after_admission(self) -> None:
         # A prefetch has given the engine nothing to compute with.
-        if self._mode is not Mode.PREFETCH and self.progress.failure is None:
+        if self._mode is not Mode.PREFETCH and not (self.progress.failure and self.is_over):  # that is told already
             self.progress.fail(self.pages, self.wants.status_of(self.pages) or self._reason)

@@ -191,8 +191,8 @@ class PageStore(Protocol):
 class LendingStore(Protocol):
     """What a `PageStore` may have besides: objects in memory of this process, which it lets the loader copy from there.
 
-    The loader then copies such an object straight into the slots and checks its digest where it lies, afterwards. Only
-    in `Layout.GROUPED`; nothing is ever written there.
+    The loader then copies such an object straight into the slots, and proves afterwards that it was the right one: by
+    its digest where it lies or, in `Layout.PAGE`, by asking for its descriptor again. Nothing is ever written there.
     """
 
     def lend(self, key: str, descriptor: Descriptor) -> range | None:

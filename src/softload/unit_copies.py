@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
+from typing import Protocol
 
 import anyio
 import anyio.lowlevel
 import structlog
 
 from softload import events
+from softload.admission import ask_again
+from softload.config import Layout
 from softload.context import Context
 from softload.copies import Copy, chunks, copies_in, execute, wait_for, zeros
 from softload.copying import Chunk, Copying
 from softload.geometry.group import ResolvedComponent
 from softload.geometry.layout import Fragment
 from softload.landing import SegmentState
-from softload.lent_copies import LentCopy, Refuted, copy_lent, lent_batches, lent_copies
-from softload.native_calls import RefusedError
+from softload.lent_copies import LentCopy, Refuted, copy_lent, keys_of, lent_batches, lent_copies, moved
+from softload.native_calls import NativeCall, RefusedError
 from softload.outcomes import PageStatus
 from softload.planning import Column, needed_pages
 from softload.slots import SlotState
@@ -47,6 +50,16 @@ class BegunCopies:
     lent: Sequence[LentCopy]
 
 
+class WaitingUnit(Protocol):
+    """The unit. All of it is called on the loop."""
+
+    async def until(self, ready: Callable[[], bool]) -> None:
+        """Wait for a condition; meanwhile what is left to plan is planned."""
+
+    def wake(self) -> None:
+        """The condition may have come true."""
+
+
 class UnitCopies:
     """The copies of one unit.
 
@@ -63,30 +76,38 @@ class UnitCopies:
         self._fetches = fetches
         self._fence = fence
         self._refuted: list[Refuted] = []
+        self._integrity = context.config.integrity if context.config.layout is Layout.GROUPED else None
+        """How what is lent is proven; ``None`` where objects have no digests."""
 
     @property
     def may_write(self) -> bool:
         """Whether the engine has let go of the slots."""
         return self._fence is None
 
-    async def wait_for_engine(self) -> PageStatus | None:
-        """Wait for the engine's fence. A status where the slots may never be written."""
+    async def wait_for_engine(self, unit: WaitingUnit) -> PageStatus | None:
+        """Wait for the engine's fence, as the unit waits. A status where the slots may never be written."""
         fence = self._fence
         if fence is None:
             return None
+        call: NativeCall[None] = NativeCall(lambda: wait_for(fence), lambda _: unit.wake())
         try:
-            await self._context.fences.run(lambda: wait_for(fence))
+            self._context.fences.submit(call)
         except RefusedError:
             return PageStatus.SHED
-        except Exception as error:  # the engine's own fault: it costs this unit, not the loader
-            self._context.log.tell(
-                _log.error, events.FENCE_RAISED, request_id=self._wants.request_id, error=repr(error)
-            )
+        try:
+            await unit.until(lambda: call.finished)
+        finally:
+            if not call.finished and not call.withdraw():
+                call.abandon()
+        if isinstance(call.error, RefusedError):  # closed before it had a thread
+            return PageStatus.SHED
+        if call.error is not None:  # the engine's own fault: it costs this unit, not the loader
+            self._failed(events.FENCE_RAISED, call.error)
             return PageStatus.CANCELLED
         self._fence = None
         return None
 
-    async def copy(self, copies: Sequence[AnyCopy], layer: int) -> bool:
+    async def copy(self, copies: Sequence[AnyCopy], layer: int, until: float) -> bool:
         """Copy in chunks; the deadline may pass between two, never within one. False once one has failed.
 
         What is not proven after it was copied is no failure: `take_refuted` must follow.
@@ -94,8 +115,9 @@ class UnitCopies:
         Args:
             copies: what to copy.
             layer: the first that waits for it; lower ones, of whatever unit, go first.
+            until: when it is too late for the store to say what it alone can prove.
         """
-        return await self.end(self.begin(copies, layer))
+        return await self.end(self.begin(copies, layer), until)
 
     def begin(self, copies: Sequence[AnyCopy], layer: int) -> BegunCopies:
         """Begin what `copy` does; `end`, or that of its `copying`, must follow."""
@@ -104,7 +126,7 @@ class UnitCopies:
         context, most = self._context, self._context.config.copy_chunk_bytes
         lent = [copy for copy in copies if isinstance(copy, LentCopy)]
         landed = [copy for copy in copies if not isinstance(copy, LentCopy)] if lent else copies
-        prove = partial(copy_lent, context.calls, integrity=context.config.integrity, clock=context.lender.clock)
+        prove = partial(copy_lent, context.calls, integrity=self._integrity, clock=context.lender.clock)
         parts = [partial(execute, part) for part in chunks(landed, most)]  # type: ignore[arg-type]  # no lent ones
         direct = [partial(prove, part) for part in lent_batches(lent, most)]
         calls: list[Chunk] = [*direct, *parts]
@@ -112,22 +134,39 @@ class UnitCopies:
             calls = [partial(_all_of, calls)]
         return BegunCopies(Copying(context.compute, calls, float(layer), direct=len(direct)), lent)
 
-    async def end(self, begun: BegunCopies, following: BegunCopies | None = None) -> bool:
-        """Wait until all is copied; see `copy`. If that is cancelled, what is `following` does not start any more."""
+    async def end(self, begun: BegunCopies, until: float, following: BegunCopies | None = None) -> bool:
+        """Wait until all is copied and, if it can be, proven; see `copy`.
+
+        If copying is cancelled, what is `following` does not start any more.
+        """
         if not await self._wait(begun.copying, None if following is None else following.copying):
             return False
         if begun.lent:
             lent, refuted, counters = begun.lent, begun.copying.refuted, self._context.counters
+            if self._integrity is None:
+                refuted += await self._moved(lent, refuted, until)
             # Of an object that holds several groups of layers, with the first of them.
             nbytes = sum(
                 copy.segment.nbytes * copy.segment.count for copy in begun.lent if not copy.fragments[0].offset
             )
-            nbytes -= sum(each.column.spec.size for each in refuted if not each.fragments[0].offset)
+            nbytes -= sum(each.size for each in refuted if not each.fragments[0].offset)
             counters.bytes_loaded += nbytes
             counters.bytes_direct += nbytes
             self._fetches.loans.proven(lent, refuted)
             self._refuted += refuted
         return True
+
+    async def _moved(self, lent: Sequence[LentCopy], refuted: Sequence[Refuted], until: float) -> list[Refuted]:
+        """Of objects without a digest: those besides `refuted` that may have left while they were copied, or before."""
+        if len(refuted) == sum(copy.segment.count for copy in lent):
+            return []
+        now = await ask_again(self._context, keys_of(lent), until)
+        known = {(each.column, each.page, id(each.fragments)) for each in refuted}
+        return [
+            each
+            for each in moved(lent, now, self._fetches.is_lent)
+            if (each.column, each.page, id(each.fragments)) not in known
+        ]
 
     def take_refuted(self) -> list[Refuted]:
         """What was not proven by the copies since the last time: its slots hold anybody's bytes."""

@@ -61,6 +61,11 @@ class UnitFetches:
         """Where the objects' bytes are, page after page."""
         return self.held.segments(column, pages)
 
+    def is_lent(self, column: Column, page: int) -> bool:
+        """Whether an object is copied from where the store has it."""
+        fetch = self.held.at(column, page)
+        return fetch is not None and fetch.is_lent
+
     def landed(self, columns: Iterable[Column], layers: range | None = None, *, is_copying: bool = False) -> bool:
         """Whether the bytes that the unit's good pages need, for `layers` or for all, are here and checked.
 

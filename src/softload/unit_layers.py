@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -37,8 +37,14 @@ _COPIED_ALONG = 1 << 20
 class LayeredUnit(Protocol):
     """The unit. All of it is called on the loop."""
 
+    deadline: float
+    """When its waiters are answered, on the event loop's clock."""
+
     async def until(self, ready: Callable[[], bool], idle: float = 0.0) -> None:
         """Wait for a condition on what has landed; see `UnitRun.until`."""
+
+    def wake(self) -> None:
+        """The condition may have come true."""
 
     def give_up(self, status: PageStatus) -> None:
         """All of it is a miss."""
@@ -135,9 +141,14 @@ class UnitLayers:
         """The draft after the target: it has a gate of its own. Zeros where it is missing."""
         if not self._wants.draft:
             return
-        here = partial(self._fetches.landed, self._wants.draft_columns)
-        await self._unit.until(here)
-        if not await self._copy(self._copies.of_draft(), self._context.pools.num_layers, here):
+        if self._wants.draft_rides:
+            is_good = await self._copy_riding_draft()
+        else:
+            here = partial(self._fetches.landed, self._wants.draft_columns)
+            await self._unit.until(here)
+            begun = self._copies.begin(self._copies.of_draft(), self._context.pools.num_layers)
+            is_good = await self._end(begun, self._context.pools.num_layers, here)
+        if not is_good:
             self._wants.draft_pages = 0
         self.draft_restored = self._wants.draft_pages
         for chunk in self._copies.zeros(self.restored, self.draft_restored):
@@ -146,15 +157,26 @@ class UnitLayers:
             if not await self._copies.run_chunk(chunk):
                 break
 
+    async def _copy_riding_draft(self) -> bool:
+        """Of the target's objects, which are here: what is not proven costs the draft alone, and is not read for it."""
+        layer = self._context.pools.num_layers
+        is_good = await self._copies.copy(self._copies.of_draft(), layer, self._unit.deadline)
+        for each in self._copies.take_refuted():
+            self._wants.mark_without_draft(each.column, each.page)
+        self._unit.cut()
+        return is_good
+
     async def salvage_target(self) -> None:
         """The deadline has passed: copy what landed in time, if it is no more than one chunk."""
         if not self._copies.may_write:
             return
         layers = range(self._progress.layers, self._context.pools.num_layers)
         left = [column for column in self._wants.columns if column.spec.layers[-1] >= layers.start]
+        if self._fetches.loans.give_up_unprovable(left):
+            self._unit.cut()
         copies = self._copies.of_layers(left, layers)
         if self._wants.pages and sum(copy.nbytes for copy in copies) <= self._context.config.copy_chunk_bytes:
-            if not await self._copies.copy(copies, layers.start):
+            if not await self._copies.copy(copies, layers.start, self._unit.deadline):
                 self._unit.give_up(PageStatus.CANCELLED)
             for each in self._copies.take_refuted():  # there is no time to read it
                 self._wants.mark_bad(each.column, each.page, PageStatus.TIMED_OUT)
@@ -176,7 +198,7 @@ class UnitLayers:
         idle = _HEAD_START if has_head_start else 0.0
         await self._unit.until(partial(self._is_here, layers), idle)
         if self._wants.pages:
-            refused = await self._copies.wait_for_engine()
+            refused = await self._copies.wait_for_engine(self._unit)
             if refused is not None:
                 self._unit.give_up(refused)
             await self._context.pacer.turn()
@@ -194,17 +216,14 @@ class UnitLayers:
             layers = range(layers.start, left.popleft().stop)
         return _Step(layers, self._copies.begin(copies, layers.start))
 
-    async def _copy(self, copies: Sequence[AnyCopy], layer: int, here: Callable[[], bool]) -> bool:
-        return await self._end(self._copies.begin(copies, layer), layer, here)
-
     async def _end(self, begun: BegunCopies, layer: int, here: Callable[[], bool]) -> bool:
         """Wait for copies; what was not proven is read, and copied from where it has landed. False where one failed."""
-        following = None if self._ahead is None else self._ahead.begun
-        is_good = await self._copies.end(begun, following)
+        until, following = self._unit.deadline, None if self._ahead is None else self._ahead.begun
+        is_good = await self._copies.end(begun, until, following)
         while is_good and (refuted := self._copies.take_refuted()):
             self._fetches.read_refuted(refuted, self._turn)
             await self._unit.until(here)
-            is_good = await self._copies.end(self._copies.begin(self._copies.again(refuted), layer), following)
+            is_good = await self._copies.end(self._copies.begin(self._copies.again(refuted), layer), until, following)
         return is_good
 
     def _is_here(self, layers: range, *, is_copying: bool = False) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 from softload.context import Context
 from softload.outcomes import LateFailure, PageStatus
@@ -54,7 +55,14 @@ class UnitProgress:
         self._on_layers(self._request_id, layers)
 
     def fail(self, pages: int, status: PageStatus) -> None:
-        """Only `pages` of what was admitted are good: what the engine computes with the others must not be used."""
+        """Only `pages` of what was admitted are good: what the engine computes with the others must not be used.
+
+        Where it has failed before these are fewer still: one late failure, of the first page that is missed in the end.
+        """
+        if self.failure is not None:
+            if self.late is not None:
+                self.late = replace(self.late, page=pages, status=status)
+            return
         self.failure = status
         if self.layers_given:
             self.late = LateFailure(pages, min(self.layers, self._num_layers - 1), status)

@@ -133,6 +133,11 @@ class Pools:
             for pool, index, view in self._views(draft)
         )
 
+    def holds_buffer(self, key: str, row: int, pool: DevicePool, buffer: int) -> bool:
+        """Whether a row of one buffer holds the page's bytes."""
+        view = pool.page_views[buffer]
+        return torch.equal(view[row], torch.from_numpy(content(key, pool.name, buffer, view.shape[1])))
+
     def is_zero(self, row: int) -> bool:
         """Whether the draft's part of a row is all zeros."""
         return all(not view[row].any() for _, _, view in self._views(True))

@@ -11,19 +11,21 @@ import anyio.to_thread
 import numpy as np
 import pytest
 
-from softload import PageLoader, PageStatus, lending
+from softload import Layout, PageLoader, PageStatus, lending
 from softload.protocols import Descriptor
 from softload.stores import EmbeddedMooncakeStore, LendingWrapperStore
 from softload.testing import RecordingStore
 
-from .harness import assert_outcome, eventually, keys, load, make_pools, opened, put, settle
+from .harness import assert_outcome, end_time_of, eventually, keys, load, make_pools, missed, opened, put, settle
 from .test_direct_reads import Gate, object_keys
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.mooncake]
 
 PAGES = 6
-WIDTH = 16 << 10
-"""Bytes of a token in a layer: 64 KiB a page and layer."""
+WIDTH = 32 << 10
+"""Bytes of a token in a layer: 128 KiB a page and layer, 640 KiB a page."""
+
+layouts = pytest.mark.parametrize("layout", list(Layout))
 
 LANDING = 40 << 20
 
@@ -68,9 +70,12 @@ def there(found: Descriptor) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return np.ctypeslib.as_array((ctypes.c_uint8 * found.size).from_address(found.address))
 
 
-async def test_a_segment_of_this_process_is_copied_from(own: RecordingStore, namespace: dict[str, Any]) -> None:
+@layouts
+async def test_a_segment_of_this_process_is_copied_from(
+    own: RecordingStore, namespace: dict[str, Any], layout: Layout
+) -> None:
     pools = make_pools(width=WIDTH, pages=16)
-    async with opened(own, pools, **namespace) as loader:
+    async with opened(own, pools, layout=layout, **namespace) as loader:
         await put(loader, pools, keys(PAGES))
         assert_outcome((await load(loader, pools.unit("a", keys(PAGES), range(PAGES))))["a"], PAGES)
         own.clear()  # one object was read for proof
@@ -84,14 +89,18 @@ async def test_a_segment_of_this_process_is_copied_from(own: RecordingStore, nam
         await settle(loader)
 
 
-async def test_an_owners_memory_is_read(owned_mooncake_store: EmbeddedMooncakeStore, namespace: dict[str, Any]) -> None:
+@layouts
+async def test_an_owners_memory_is_read(
+    owned_mooncake_store: EmbeddedMooncakeStore, namespace: dict[str, Any], layout: Layout
+) -> None:
     pools = make_pools(width=WIDTH, pages=16)
     recording = RecordingStore(Kept(owned_mooncake_store))
-    async with opened(recording, pools, **namespace) as loader:
+    async with opened(recording, pools, layout=layout, **namespace) as loader:
         await put(loader, pools, keys(PAGES))
         assert_outcome((await load(loader, pools.unit("a", keys(PAGES), range(PAGES))))["a"], PAGES)
         pools.assert_restored(keys(PAGES), range(PAGES))
-        assert len(recording.keys_of("read")) == 4 * PAGES
+        objects = {key for page in keys(PAGES) for key in object_keys(loader, pools, page)}
+        assert {*recording.keys_of("read"), *recording.keys_of("read_ranges")} == objects
         assert loader.statistics().bytes_direct == 0
         await settle(loader)
 
@@ -103,12 +112,15 @@ async def _opened_and_known(loader: PageLoader, own: RecordingStore, pools: Any)
     own.clear()
 
 
-async def test_an_object_that_is_replaced_before_it_is_copied(own: RecordingStore, namespace: dict[str, Any]) -> None:
+@layouts
+async def test_an_object_that_is_replaced_before_it_is_copied(
+    own: RecordingStore, namespace: dict[str, Any], layout: Layout
+) -> None:
     pools = make_pools(width=WIDTH, pages=16)
-    async with opened(own, pools, **namespace) as loader:
+    async with opened(own, pools, layout=layout, **namespace) as loader:
         await _opened_and_known(loader, own, pools)
         gate = Gate()
-        key = object_keys(loader, pools, "k3")[2]
+        key = object_keys(loader, pools, "k3")[-2:][0]
         async with loader.load([pools.unit("a", keys(PAGES), range(PAGES), ready=gate)]) as handle:
             await gate.wait()
             before = described(own, key)
@@ -146,10 +158,11 @@ async def test_bytes_that_were_spoilt_in_the_segment(own: RecordingStore, namesp
         assert own.exists([key]) == [False]
 
 
-async def test_the_store_closes_while_a_load_waits_to_copy() -> None:
+@layouts
+async def test_the_store_closes_while_a_load_waits_to_copy(layout: Layout) -> None:
     pools = make_pools(width=WIDTH, pages=16)
     store = EmbeddedMooncakeStore(segment=64 << 20)
-    async with opened(store, pools, landing_bytes=LANDING) as loader:
+    async with opened(store, pools, layout=layout, landing_bytes=LANDING) as loader:
         await put(loader, pools, keys(PAGES))
         gate = Gate()
         async with loader.load([pools.unit("a", keys(PAGES), range(PAGES), ready=gate)]) as handle:
@@ -171,3 +184,35 @@ async def test_objects_of_one_kind_lie_side_by_side_however_many_calls_have_save
             places = [described(recording, object_keys(loader, pools, key)[kind]).address for key in keys(PAGES)]
             assert len(set(np.diff(places))) == 1
         await settle(loader)
+
+
+@pytest.mark.parametrize("fault", ["frozen", "dead"])
+async def test_a_master_that_goes_after_admission_proves_nothing_about_pages(fault: str) -> None:
+    """Nothing is given out that it has not confirmed, whatever becomes of it; a frozen one costs the deadline."""
+    pools = make_pools(width=WIDTH, pages=16)
+    store = EmbeddedMooncakeStore(segment=64 << 20)
+    async with opened(store, pools, layout="page", landing_bytes=LANDING) as loader:
+        await put(loader, pools, keys(PAGES))
+        assert_outcome((await load(loader, pools.unit("first", keys(PAGES), range(PAGES))))["first"], PAGES)
+        assert loader.statistics().bytes_direct > 0
+        gate = Gate()
+        async with loader.load([pools.unit("a", keys(PAGES), range(PAGES), ready=gate)]) as handle:
+            await gate.wait()
+            master = store.cluster.master
+            assert master is not None
+            await anyio.to_thread.run_sync(master.freeze if fault == "frozen" else master.kill)
+            try:
+                gate.opens.set()
+                assert loader._context is not None
+                control = loader._context.control
+                if fault == "frozen":
+                    await eventually(lambda: control.statistics().running > 0)
+                    end_time_of(loader, "a")
+                outcome = (await handle.report()).outcomes["a"]
+            finally:
+                if fault == "frozen":
+                    master.thaw()
+        assert_outcome(outcome, 0)
+        assert missed(outcome)[0] in (PageStatus.TIMED_OUT, PageStatus.STORE_UNREACHABLE)
+        if fault == "frozen":
+            await settle(loader)

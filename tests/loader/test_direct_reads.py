@@ -698,7 +698,10 @@ async def test_the_next_layers_do_not_start_while_a_cancelled_copy_of_what_was_r
             starts.set()
             assert goes_on.wait(20)
         found = copy_lent(calls, copies, **options)
-        return found if len(begun) != refuted else [Refuted(copies[0].column, copies[0].fragments, copies[0].first)]
+        if len(begun) != refuted:
+            return found
+        first = copies[0]
+        return [Refuted(first.column, first.fragments, first.first, first.segment.nbytes)]
 
     def held_landed(copies: Sequence[Copy]) -> None:
         lands.set()

@@ -10,7 +10,7 @@ import anyio
 import pytest
 import torch
 
-from softload import DevicePool, DevicePoolGroup, PageLoader, PageStatus, PageStore, PoolName, lending
+from softload import DevicePool, DevicePoolGroup, PageLoader, PageStatus, PageStore, PoolName, handles, lending
 from softload.outcomes import UnitOutcome
 from softload.protocols import Descriptor
 from softload.stores.wrapper import LendingWrapperStore
@@ -23,6 +23,7 @@ from .harness import (
     arrived,
     assert_outcome,
     config,
+    eventually,
     is_of,
     keys,
     load,
@@ -99,9 +100,35 @@ async def test_first_layers_come_while_it_is_asked_where_the_others_are(
         await settle(loader)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"layout": "page", "read_mode": "whole"}, {"layout": "page", "read_mode": "ranges"}]
+)
+async def test_all_is_read_while_the_engine_still_has_the_slots(options: dict[str, Any]) -> None:
+    pools = make_pools(pages=2 * PAGES)
+    opens = threading.Event()
+    async with opened(store(), pools, **options) as loader:
+        await put(loader, pools, keys(PAGES))
+        await load(loader, pools.unit("open", keys(PAGES), ROWS))
+        nbytes = loader.statistics().bytes_loaded
+        pools.scramble()
+        try:
+            async with loader.load([pools.unit("a", keys(PAGES), ROWS, ready=opens.wait)]) as handle:
+                await eventually(lambda: loader.statistics().bytes_loaded == 2 * nbytes)
+                pools.assert_rows_kept()
+                opens.set()
+                assert_outcome((await handle.report()).outcomes["a"], PAGES)
+        finally:
+            opens.set()
+        pools.assert_restored(keys(PAGES), ROWS)
+        await settle(loader)
+
+
 @pytest.mark.parametrize("answer", [PageStatus.NO_MEMORY_REPLICA, resized(-8), PageStatus.NOT_FOUND])
 @pytest.mark.parametrize("good", [0, 7])
-async def test_what_is_there_and_cannot_be_read_is_a_late_failure_once(good: int, answer: Any) -> None:
+async def test_what_is_there_and_cannot_be_read_is_a_late_failure_once(
+    good: int, answer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handles, "_HEAD_START", 20.0)  # the first layers are copied before, on a busy machine as well
     pools = make_pools(pages=2 * PAGES)
     recording = RecordingStore(store())
     lying = LyingStore(recording)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import anyio
 import numpy as np
 import pytest
@@ -128,6 +130,34 @@ async def test_late_failure_of_one_leaves_the_other_live() -> None:
         assert_outcome(outcomes["B"], 4)
         pools.assert_restored(["a0", *keys(4, "b")], [0, 4, 5, 6, 7])
         pools.assert_rows_kept(range(8))
+        await settle(loader)
+
+
+async def test_a_late_failure_tells_of_the_first_page_that_is_missed_in_the_end() -> None:
+    pools = make_pools()
+    lying = LyingStore(store())
+    hanging = HangingStore(lying)
+
+    def of_group(group: int) -> Callable[[Sequence[str]], bool]:
+        return lambda object_keys: object_keys[0].endswith(f".g{group}")
+
+    async with opened(hanging, pools, read_lanes=1, read_batch_objects=4) as loader:
+        await put(loader, pools, keys(4))
+        hanging.hold("read", of_group(1))
+        async with loader.load([pools.unit("a", keys(4), range(4))]) as handle:
+            assert (await handle.layer(0)).live == {"a"}
+            await arrived(hanging, "read")
+            lying.lie("read", is_of("k3"), PageStatus.TRANSFER_FAILED)
+            hanging.hold("read", of_group(2))
+            assert (await handle.layer(1)).failed == {"a": PageStatus.TRANSFER_FAILED}
+            await arrived(hanging, "read")
+            lying.lie("read", is_of("k1"), PageStatus.NOT_FOUND)
+            hanging.release()
+            outcome = (await handle.report()).outcomes["a"]
+        assert_outcome(outcome, 1, PageStatus.NOT_FOUND)
+        assert outcome.late_failure == LateFailure(1, 1, PageStatus.NOT_FOUND)
+        assert loader.statistics().late_failures == 1
+        pools.assert_restored(keys(1), range(1))
         await settle(loader)
 
 

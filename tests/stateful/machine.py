@@ -27,6 +27,8 @@ from softload import (
     SaveStatus,
     lending,
     native_calls,
+    unit_layers,
+    unit_loans,
 )
 from softload.copies import Copy
 from softload.geometry import DraftMode
@@ -58,6 +60,9 @@ class LoaderMachine(CheckedWorld, RuleBasedStateMachine):
         clock = SimpleNamespace(monotonic=self.clock)
         self._stack.enter_context(patch.object(native_calls, "time", clock))
         self._stack.enter_context(patch.object(lending, "_WORTH_BYTES", 1))
+        self._stack.enter_context(patch.object(unit_loans, "_WORTH_ASKING", 1))
+        if self.single_groups:
+            self._stack.enter_context(patch.object(unit_layers, "_COPIED_ALONG", 0))
         self._stack.enter_context(patch.object(Copy, "run", self.checked_run(Copy.run)))
         self.open()
 
@@ -333,6 +338,8 @@ class LoaderMachine(CheckedWorld, RuleBasedStateMachine):
     )
     def hold(self, method: str, only: str, skip: int) -> None:
         """Calls hang: all of a kind, those for a later group of layers or for the draft, or from the nth on."""
+        if method == "descriptors" and not self.freezes:
+            return
         self._release([method])
         if self.layout is Layout.PAGE:  # one object holds all layers, and a packed draft
             only = only if only == "draft" and self.draft is DraftMode.SIDECAR else ""

@@ -61,6 +61,23 @@ def test_a_draft_that_does_not_come_in_time_counts_against_its_endpoint(case: st
         assert machine.loader.statistics().timed_out_calls > 0
 
 
+def test_a_question_that_outlives_the_units_time_counts_against_the_master() -> None:
+    """Its caller is cancelled at the moment at which the answer would be too late."""
+    with told("page-lent-frozen") as machine:
+        store(machine)
+        do(
+            machine,
+            lambda: machine.load([(0, 4)], 0.3, True),
+            lambda: machine.hold("descriptors", "", 0),
+            machine.engine_lets_go,
+        )
+        assert machine.store.held("descriptors") == 1
+        do(machine, lambda: machine.pass_time(2.5))
+        (request,) = machine.ended
+        assert request.result.restored_pages == 0
+        assert machine.loader.statistics().open_breakers == ("master",)
+
+
 @pytest.mark.parametrize("case", ["grouped-packed", "page-packed", "ranges-packed", "grouped-sidecar"])
 def test_zeros_are_never_stored_as_a_draft(case: str) -> None:
     with told(case) as machine:

@@ -65,6 +65,10 @@ class World:
     store_bytes: ClassVar[int] = 8 << 20
     lends: ClassVar[bool] = False
     """Whether objects are copied from where the store has them."""
+    freezes: ClassVar[bool] = True
+    """Whether questions where objects are may be held."""
+    single_groups: ClassVar[bool] = False
+    """Whether groups of layers are copied, and proven, one after another, however few bytes they have."""
     copy_chunk_bytes: ClassVar[int] = 16 << 10
     """A few copies: deadlines and cancels fall between two of them."""
 
@@ -219,7 +223,11 @@ class World:
     @property
     def can_forge(self) -> bool:
         """Whether a removal now could hide from the comparison of descriptors: documented, and digests find it."""
-        return self.layout is Layout.PAGE and "descriptors" in self.store._holding
+        if self.layout is not Layout.PAGE or not self.freezes:
+            return False
+        # What was copied before it is asked for once more may have been removed, and brought back by then.
+        may_be_copied = self.lends and any(user.handle is not None for user in self.users)
+        return may_be_copied or "descriptors" in self.store._holding
 
     def placeable(self) -> list[User]:
         return [user for user in self.users if user.landed_at is not None and not user.placing]

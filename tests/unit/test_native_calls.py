@@ -100,6 +100,27 @@ async def test_stuck_calls_are_replaced_up_to_the_bound_and_then_refused(max_stu
 
 
 @asynchronous
+async def test_who_was_refused_is_told_once_as_soon_as_calls_are_taken_again() -> None:
+    group = CallGroup("free", width=1, max_stuck=0)
+    told = []
+    with held(2) as functions:
+        call, returned = submit(group, functions[0])
+        call.abandon()
+        group.when_free(lambda: told.append(group.saturated))
+        assert group.saturated and not told
+        functions[0].let_go()
+        await returned.wait()
+        await asyncio.sleep(0)
+        assert told == [False]
+        _, returned = submit(group, functions[1])
+        functions[1].let_go()
+        await returned.wait()
+        await asyncio.sleep(0)
+        assert told == [False]
+        group.close()
+
+
+@asynchronous
 async def test_a_call_that_did_not_start_can_be_taken_back_and_never_runs() -> None:
     group = CallGroup("withdrawn", width=1, max_stuck=0)
     ran: list[str] = []

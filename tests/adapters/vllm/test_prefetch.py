@@ -88,7 +88,7 @@ def test_a_request_whose_bytes_have_not_landed_holds_no_block_and_others_pass(
     assert one.hanging.held(held)
     assert "waits" not in answers
     assert len(questions) > len(others)
-    assert statistics.median(questions) < 0.01  # a question that waits would do so every time
+    assert statistics.median(questions) < 0.1  # a question that waits would do so every time
     one.hanging.release()
     while one.llm.llm_engine.has_unfinished_requests():
         step()
@@ -150,7 +150,7 @@ def test_what_the_engine_still_has_is_not_loaded(one: Rig) -> None:
 def test_a_placement_of_what_is_not_there_any_more_is_told_as_failed(one: Rig) -> None:
     half = worker()._worker
     half.start_loads(Orders(places=[PlaceOrder(("nobody", 0), ((5, 6),))]))
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while not (told := half._outbox.take_received())[0]:
         assert time.monotonic() < until
         time.sleep(0.001)
