@@ -73,31 +73,33 @@ class Meeting(WrapperStore):
             self.running += 1
             self.most = max(self.most, self.running)
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self.running > 1, 0.02)  # less than until it is late
+            self._changed.wait_for(lambda: self.running > 1, 0.02)
         answers = super().read_ranges(keys, pointers, sizes, offsets)
         with self._changed:
             self.running -= 1
         return answers
 
 
-@pytest.mark.parametrize(("lanes", "meet"), [(2, False), (4, True)])
-async def test_ranges_of_an_endpoint_come_one_after_another_unless_it_is_said_to_have_lanes_to_spare(
-    lanes: int, meet: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first ones, of layer 0, always do: those of layer 1, of 2 and 3, and of 4 can meet then."""
+async def test_ranges_of_an_endpoint_come_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(read_queue, "_SMALL", 0)
+    monkeypatch.setattr(fetches, "_JOIN_SECONDS", 60.0)  # none is late
     pools, meeting = make_pools(), Meeting(RecordingStore(store()))
-    async with opened(meeting, pools, **RANGES, endpoint_lanes=lanes) as loader:
+    async with opened(meeting, pools, **RANGES) as loader:
         await put(loader, pools, keys(4))
         assert_outcome((await load(loader, pools.unit("a", keys(4), range(4))))["a"], 4)
         await settle(loader)
-    assert (meeting.most > 1) == meet
+    assert meeting.most == 1
 
 
-async def test_small_ranges_of_an_endpoint_come_two_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("lanes", "small"), [(2, 1 << 20), (4, 0)], ids=["small", "lanes to spare"])
+async def test_ranges_come_two_at_a_time_where_they_are_small_or_there_are_lanes_to_spare(
+    lanes: int, small: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for the first ones, of layer 0."""
+    monkeypatch.setattr(read_queue, "_SMALL", small)
     monkeypatch.setattr(fetches, "_JOIN_SECONDS", 60.0)  # what is held is not late
     pools, hanging = make_pools(), HangingStore(store())
-    async with opened(hanging, pools, **RANGES) as loader:
+    async with opened(hanging, pools, **RANGES, endpoint_lanes=lanes) as loader:
         await put(loader, pools, keys(4))
         hanging.hold("read_ranges", from_call(1))
         async with loader.load([pools.unit("a", keys(4), range(4))]) as handle:
