@@ -296,8 +296,6 @@ class UnitRun:
             while await self._planning.plan(self._turn):
                 pass
         self.progress.admit(self.pages)
-        while self._planning.must_plan:
-            await self._planning.plan(self._turn)
 
     async def _wind_up(self) -> None:
         """After the deadline or a cancel. What has landed is still worth one chunk of copies, but no more."""
