@@ -20,6 +20,7 @@ from .harness import (
     any_of,
     arrived,
     assert_outcome,
+    end_time_of,
     eventually,
     from_call,
     is_of,
@@ -32,6 +33,7 @@ from .harness import (
     settle,
     store,
 )
+from .test_direct_reads import object_keys
 
 pytestmark = pytest.mark.asyncio
 
@@ -158,6 +160,41 @@ async def test_a_late_failure_tells_of_the_first_page_that_is_missed_in_the_end(
         assert outcome.late_failure == LateFailure(1, 1, PageStatus.NOT_FOUND)
         assert loader.statistics().late_failures == 1
         pools.assert_restored(keys(1), range(1))
+        await settle(loader)
+
+
+async def test_a_late_failure_tells_of_the_page_that_did_not_come_in_time() -> None:
+    pools = make_pools()
+    lying = LyingStore(store())
+    later = HangingStore(lying)
+    sooner = HangingStore(later)
+
+    def of_object(page: str, group: int) -> Callable[[Sequence[str]], bool]:
+        return lambda object_keys: is_of(page)(object_keys[0]) and object_keys[0].endswith(f".g{group}")
+
+    async with opened(sooner, pools, read_lanes=4, endpoint_lanes=4, read_batch_objects=1) as loader:
+        try:
+            await put(loader, pools, keys(4))
+            sooner.hold("read", of_object("k2", 1))
+            later.hold("read", of_object("k1", 2))
+            async with loader.load([pools.unit("a", keys(4), range(4))]) as handle:
+                assert (await handle.layer(0)).live == {"a"}
+                await arrived(sooner, "read")
+                lying.lie("read", is_of("k2"), PageStatus.TRANSFER_FAILED)
+                sooner.release()
+                assert (await handle.layer(1)).failed == {"a": PageStatus.TRANSFER_FAILED}
+                await arrived(later, "read")
+                assert loader._context is not None
+                reader = loader._context.reader
+                first = object_keys(loader, pools, "k0")[2:]
+                await eventually(lambda: all(fetch and fetch.landed for fetch in map(reader.find, first)))
+                end_time_of(loader, "a")
+                outcome = (await handle.report()).outcomes["a"]
+            assert_outcome(outcome, 1, PageStatus.TIMED_OUT)
+            assert outcome.late_failure == LateFailure(1, 1, PageStatus.TIMED_OUT)
+            pools.assert_restored(keys(1), range(1))
+        finally:
+            later.release()
         await settle(loader)
 
 
