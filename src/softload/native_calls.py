@@ -64,6 +64,7 @@ class NativeCall(Generic[T]):
         "label",
         "lane",
         "priority",
+        "series",
         "started_at",
         "value",
     )
@@ -77,6 +78,7 @@ class NativeCall(Generic[T]):
         priority: float = 0.0,
         kind: str = "",
         alone: bool = False,
+        series: object | None = None,
     ) -> None:
         self._run = run
         self._on_return = on_return
@@ -84,6 +86,7 @@ class NativeCall(Generic[T]):
         self.priority = priority
         self.kind = kind
         self.alone = alone  # of its kind
+        self.series = series  # of its kind, calls of one run one at a time
         self.group: CallGroup | None = None
         self.label = ""
         """What it does, for traces."""

@@ -192,6 +192,8 @@ class UnitLayers:
 
     async def _wait_for(self, layers: range) -> None:
         """Until these layers are here, and may be copied."""
+        while self._planning.must_plan and self._columns_of(layers):
+            await self._planning.plan(self._turn)
         has_head_start = self._is_first and self._planning.has_head_start and self._copies.may_write
         idle = _HEAD_START if has_head_start else 0.0
         await self._unit.until(partial(self._is_here, layers), idle)

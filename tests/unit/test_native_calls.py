@@ -301,6 +301,41 @@ async def test_an_urgent_call_runs_alone_of_its_kind() -> None:
     group.close()
 
 
+@asynchronous
+async def test_calls_of_one_series_run_one_at_a_time_and_others_beside_them() -> None:
+    group = CallGroup("series", width=4, max_stuck=1, at_a_time=2)
+    one, two = object(), object()
+    series = (one, two, one, one, None, one)
+    with held(6) as functions:
+        calls = [
+            NativeCall(function, lambda _: None, kind="here", series=which)
+            for function, which in zip(functions, series, strict=True)
+        ]
+        for call in calls:
+            group.submit(call)
+
+        def started() -> list[int]:
+            return [index for index, call in enumerate(calls) if call.started_at is not None]
+
+        assert started() == [0, 1], "of two series"
+        functions[1].let_go()
+        await _returned(calls[1])
+        assert started() == [0, 1], "the next one waits for the first of its series, and those behind for it"
+        functions[0].let_go()
+        await _returned(calls[0])
+        assert started() == [0, 1, 2]
+        group.step_aside(calls[2])
+        assert started() == [0, 1, 2, 3, 4], "what stepped aside keeps none waiting"
+        functions[4].let_go()
+        await _returned(calls[4])
+        assert started() == [0, 1, 2, 3, 4]
+        calls[3].abandon()
+        await asyncio.sleep(0)
+        assert started() == [0, 1, 2, 3, 4, 5], "nor does what nobody waits for"
+    await _all_returned(group)
+    group.close()
+
+
 async def _returned(call: NativeCall[str]) -> None:
     with anyio.fail_after(10):
         while not call.finished:  # noqa: ASYNC110
@@ -478,7 +513,7 @@ async def test_calls_that_do_not_come_back_are_told_once_for_all(monkeypatch: py
         for call, _ in calls:
             call.abandon()
         await calls[0][1].wait()  # most of those that nobody waits for come back a moment later
-        with anyio.fail_after(5):
+        with anyio.fail_after(15):
             while not logs:  # noqa: ASYNC110
                 await anyio.sleep(0.01)
         await anyio.sleep(0.15)
