@@ -72,24 +72,17 @@ async def ask_descriptors(
         until: when it is too late for an answer.
         steps: who is told of some of them before.
     """
-    answers: dict[str, Descriptor | PageStatus | None] = {}
-    ask: list[str] = []
+    ask = [key for column in columns for key in column.keys]
+    answers: dict[str, Descriptor | PageStatus | None] = dict.fromkeys(ask, PageStatus.NOT_FOUND)
     reader, negative = context.reader, context.health.negative
-    for column in columns:
-        keys = dict.fromkeys(column.keys, PageStatus.NOT_FOUND)
-        if answers.keys().isdisjoint(keys) and not reader.knows_any(keys) and not negative.knows_any(keys):
-            answers.update(keys)
-            ask += keys
-            continue
-        for key in column.keys:
-            if key in answers:
-                continue
-            if context.reader.find(key) is not None:
+    if len(answers) < len(ask) or reader.knows_any(answers) or negative.knows_any(answers):  # else none is special
+        ask = []
+        for key in answers:
+            if reader.find(key) is not None:
                 answers[key] = None
-            elif key in context.health.negative:
+            elif key in negative:
                 answers[key] = PageStatus.SUPPRESSED
             else:
-                answers[key] = PageStatus.NOT_FOUND
                 ask.append(key)
     if ask:
         if len(ask) < _ASKED_APART:  # steps would not be worth it
@@ -141,7 +134,7 @@ async def _ask_in_slices(
     def are_there(some: list[str]) -> bool:
         if steps is None or steps.on_there is None or not is_wanted:
             return False
-        return all(answer is True for answer in context.calls.exists(some)) and tell_loop(loop, steps.on_there)
+        return context.calls.exists(some).count(True) == len(some) and tell_loop(loop, steps.on_there)
 
     def begin() -> list[Descriptor | PageStatus]:
         if steps is None or not first:

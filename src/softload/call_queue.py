@@ -2,7 +2,8 @@
 
 A kind is what calls share besides lanes: an endpoint. Calls to one endpoint share its link and its processors: more
 at a time are not faster together, and each takes longer, the first one too. So what runs of a kind at a time is bounded
-for itself, and what is urgent runs alone. What is late does not count: it may never come back, and others still might.
+for itself, what is urgent runs alone, and what belongs to one series runs one at a time, in order. What is late does
+not count: it may never come back, and others still might.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ class Waiting(Protocol):
     priority: float
     kind: str
     alone: bool
+    series: object | None
 
 
 C = TypeVar("C", bound=Waiting)
@@ -29,13 +31,21 @@ C = TypeVar("C", bound=Waiting)
 class _Kind(Generic[C]):
     """One kind's calls: those that wait, and what runs."""
 
-    __slots__ = ("alone", "aside", "heap", "running")
+    __slots__ = ("alone", "aside", "heap", "running", "series")
 
     def __init__(self) -> None:
         self.heap: list[tuple[float, int, C]] = []
         self.running = 0
         self.aside: set[C] = set()
         self.alone: C | None = None
+        self.series: dict[C, object] = {}
+        """Of what runs, and did not step aside."""
+
+    def holds_up_no_more(self, call: C) -> None:
+        """Others need not wait for it, for whatever reason they did."""
+        self.series.pop(call, None)
+        if self.alone is call:
+            self.alone = None
 
 
 class CallQueue(Generic[C]):
@@ -83,21 +93,21 @@ class CallQueue(Generic[C]):
         kind.running += 1
         if call.alone:
             kind.alone = call
+        if call.series is not None:
+            kind.series[call] = call.series
 
     def step_aside(self, call: C) -> None:
         """A running call takes long, or does nothing any more that its kind shares: it keeps no other waiting."""
         kind = self._kinds[call.kind]
         kind.aside.add(call)
-        if kind.alone is call:
-            kind.alone = None
+        kind.holds_up_no_more(call)
 
     def left(self, call: C) -> None:
         """A running call is back, or nobody waits for it any more."""
         kind = self._kinds[call.kind]
         kind.running -= 1
         kind.aside.discard(call)
-        if kind.alone is call:
-            kind.alone = None
+        kind.holds_up_no_more(call)
         self._forget(call.kind)
 
     def drain(self) -> Iterator[C]:
@@ -115,7 +125,10 @@ class CallQueue(Generic[C]):
         running = kind.running - len(kind.aside)
         if kind.running >= self._width or kind.alone is not None:
             return False
-        return running == 0 if kind.heap[0][2].alone else running < self._at_a_time
+        first = kind.heap[0][2]
+        if first.series is not None and first.series in kind.series.values():
+            return False
+        return running == 0 if first.alone else running < self._at_a_time
 
     def _forget(self, name: str) -> None:
         """Endpoints come and go for as long as the loader lives."""

@@ -154,6 +154,11 @@ class CostModel:
         expected = Costs(_EXPECTED_ITEM[ranged], 1 / (_HOPE * known.rate) if known.rate else _EXPECTED_BYTE)
         return known.fits[ranged].faded(self._clock()).solve(expected)
 
+    def known(self, endpoint: str, *, ranged: bool) -> Costs | None:
+        """What such a read should cost now, as such reads of this endpoint have shown; ``None`` where none was seen."""
+        known = self._endpoints.get(endpoint)
+        return self.costs(endpoint, ranged=ranged) if known is not None and known.fits[ranged].weight else None
+
     def record_start(self, sessions: int, seconds: float) -> None:
         """Ranges of so many objects are about to be read: what it took until each had its session."""
         self._starts = self._starts.faded(self._clock(), _FORGET).with_sample(sessions, 1, max(seconds, 1e-7))

@@ -39,7 +39,7 @@ class FetchTable:
 
     def knows_any(self, keys: Collection[str]) -> bool:
         """Whether any of these is here or on its way, late ones included."""
-        return not self._fetches.keys().isdisjoint(keys)
+        return bool(self._fetches) and not self._fetches.keys().isdisjoint(keys)
 
     def knows(self, fetch: Fetch) -> bool:
         """Whether it is the one that its keys lead to."""

@@ -328,6 +328,16 @@ class ReadCall:
         return SECOND_READ if any(part.fetch.has_second for part in self.parts) else ""
 
     @property
+    def items(self) -> int:
+        """Objects, or ranges of them, as it was submitted."""
+        return sum(len(part.ranges) or part.fetch.count for part in self.parts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes, as it was submitted."""
+        return sum(part.nbytes for part in self.parts)
+
+    @property
     def due_seconds(self) -> float:
         """How long it may take before nobody joins it any more."""
         return max(_JOIN_SECONDS, _JOIN_FACTOR * self.expected)

@@ -206,7 +206,7 @@ class NegativeCache:
 
     def knows_any(self, keys: Collection[str]) -> bool:
         """Whether any of these may be in it, expired ones included."""
-        return not self._until.keys().isdisjoint(keys)
+        return bool(self._until) and not self._until.keys().isdisjoint(keys)
 
     def __contains__(self, key: str) -> bool:
         until = self._until.get(key)

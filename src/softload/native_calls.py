@@ -64,6 +64,7 @@ class NativeCall(Generic[T]):
         "label",
         "lane",
         "priority",
+        "series",
         "started_at",
         "value",
     )
@@ -77,6 +78,7 @@ class NativeCall(Generic[T]):
         priority: float = 0.0,
         kind: str = "",
         alone: bool = False,
+        series: object | None = None,
     ) -> None:
         self._run = run
         self._on_return = on_return
@@ -84,6 +86,7 @@ class NativeCall(Generic[T]):
         self.priority = priority
         self.kind = kind
         self.alone = alone  # of its kind
+        self.series = series  # of its kind, calls of one run one at a time
         self.group: CallGroup | None = None
         self.label = ""
         """What it does, for traces."""
@@ -191,6 +194,7 @@ class CallGroup:
         self._stuck: set[NativeCall[Any]] = set()
         self._lent: set[NativeCall[Any]] = set()
         self._alarm: asyncio.TimerHandle | None = None
+        self._when_free: list[Callable[[], object]] = []
         self._calls = 0
         self._refused = 0
         self._closed = False
@@ -221,6 +225,10 @@ class CallGroup:
         call.group = self
         self._queue.push(call)
         self.dispatch()
+
+    def when_free(self, callback: Callable[[], object]) -> None:
+        """Tell who was refused, once, as soon as there are threads for calls again; never where it is closed before."""
+        self._when_free.append(callback)
 
     async def run(self, function: Callable[[], T], *, priority: float = 0.0, to_its_end: bool = False) -> T:
         """Run a call and wait for it; a cancelled wait withdraws or abandons it, or goes on `to_its_end`.
@@ -358,6 +366,10 @@ class CallGroup:
             call.complete()
         finally:
             self.dispatch()
+            if self._when_free and not (self.saturated or self._closed):
+                refused, self._when_free = self._when_free, []
+                for callback in refused:
+                    callback()
 
 
 def _gone() -> Any:

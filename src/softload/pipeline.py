@@ -296,8 +296,6 @@ class UnitRun:
             while await self._planning.plan(self._turn):
                 pass
         self.progress.admit(self.pages)
-        while self._planning.must_plan:
-            await self._planning.plan(self._turn)
 
     async def _wind_up(self) -> None:
         """After the deadline or a cancel. What has landed is still worth one chunk of copies, but no more."""
@@ -319,6 +317,9 @@ class UnitRun:
     def _finish(self) -> None:
         """Account for every page and slot, once."""
         restored = self._layers.restored
+        late = self.progress.late
+        if restored or not self.is_over:  # else all was let go: why it failed before says more
+            late = self.progress.late_failure(restored, self.wants.status_of(restored) or self._reason)
         self.progress.end()
         self._planning.let_go_all(keep=self._mode is not Mode.STREAM)
         if self._reserved:
@@ -331,7 +332,7 @@ class UnitRun:
             draft_pages=min(self._layers.draft_restored, restored),
             prefill_from_page=restored,
             pages=tuple(self.wants.outcomes(restored, self._reason)),
-            late_failure=self.progress.late,
+            late_failure=late,
         )
         if self._mode is not Mode.PREFETCH:
             landed = self.landed_pages if self._mode is Mode.PLACE else self.outcome.requested_pages

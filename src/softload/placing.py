@@ -9,8 +9,9 @@ is given back, whatever happens.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence, Set
 from functools import partial
+from typing import Any
 
 from softload.health import Health
 from softload.native_calls import CallGroup, NativeCall, RefusedError
@@ -34,14 +35,16 @@ class Places:
         self._calls = calls
         self._group = group
         self._health = health
-        self._left_over: dict[str, None] = {}
-        """Could not be given back: every thread was stuck. The next call does."""
+        self._left_over: list[str] = []
+        """Could not be given back: every thread was stuck."""
+        self._in_doubt: set[str] = set()
+        self._cleared = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
         self._under_way = 0
 
     def __repr__(self) -> str:
-        return f"<Places: {self._under_way} calls under way, {len(self._left_over)} places left over>"
+        return f"<Places: {self._under_way} calls under way, {len(self._in_doubt)} keys in doubt>"
 
     async def start(self, keys: Sequence[str], sizes: Sequence[int]) -> list[SaveStatus]:
         """Take places: `SAVED` where there is one; `STORE_FULL` for all but what is decided where there are too few.
@@ -50,30 +53,18 @@ class Places:
             RefusedError: closed, or saturated with stuck calls.
         """
         returned = asyncio.Event()
-        left_over = self.take_left_over()
-
-        def start() -> Starts:
-            self._calls.put_revoke(left_over)
-            return start_all(self._calls, keys, sizes)
 
         def back(call: NativeCall[Starts]) -> None:
             self._ended()
             returned.set()
             if call.value is not None:
                 self._health.record_master(call.value[1])
-                if call.abandoned:
-                    self.give_back(_started(keys, call.value[0]))
-            elif isinstance(call.error, RefusedError):
-                self._left_over.update(dict.fromkeys(left_over))
+            if call.abandoned:
+                self.clear(keys)
+                self.give_back(_started(keys, call.value[0]) if call.value is not None else ())
 
-        call: NativeCall[Starts] = NativeCall(start, back)
-        self._begun()
-        try:
-            self._group.submit(call)
-        except RefusedError:
-            self._ended()
-            self._left_over.update(dict.fromkeys(left_over))
-            raise
+        call: NativeCall[Starts] = NativeCall(partial(start_all, self._calls, keys, sizes), back)
+        self._submit(call)
         try:
             await returned.wait()
         except BaseException:
@@ -81,8 +72,8 @@ class Places:
                 self.give_back(_started(keys, call.value[0]) if call.value is not None else ())
             elif call.withdraw():
                 self._ended()
-                self._left_over.update(dict.fromkeys(left_over))
             else:
+                self.doubt(keys)
                 call.abandon()
             raise
         if isinstance(call.error, RefusedError):
@@ -90,34 +81,54 @@ class Places:
         return [SaveStatus.FAILED] * len(keys) if call.value is None else call.value[0]
 
     def give_back(self, keys: Collection[str]) -> None:
-        """Nothing will be written to these places. Does not wait for the store."""
-        keys = [*self.take_left_over(), *keys]
+        """Nothing will be written to these places. Waits neither for the store nor, where all are stuck, a thread."""
+        keys = list(keys)
         if not keys:
             return
 
-        def back(call: NativeCall[None]) -> None:
+        def back(_: NativeCall[None]) -> None:
             self._ended()
-            if isinstance(call.error, RefusedError):
-                self._left_over.update(dict.fromkeys(keys))
+            self.clear(keys)
 
-        self._begun()
+        self.doubt(keys)
         try:
-            self._group.submit(NativeCall(partial(self._calls.put_revoke, keys), back))
+            self._submit(NativeCall(partial(self._calls.put_revoke, keys), back))
         except RefusedError:
-            self._ended()
-            self._left_over.update(dict.fromkeys(keys))
+            if not self._left_over:
+                self._group.when_free(self._give_back_left_over)
+            self._left_over += keys
 
     async def wait_idle(self) -> None:
         """Until no call is out for a place."""
         while self._under_way:  # what comes back late is given back by a call of its own
             await self._idle.wait()
 
-    def take_left_over(self) -> list[str]:
-        """What the caller is to give back now, and nobody else."""
-        keys, self._left_over = list(self._left_over), {}
-        return keys
+    @property
+    def in_doubt(self) -> Set[str]:
+        """Keys that the store may have a place for although nobody waits for its bytes: it takes them for objects."""
+        return self._in_doubt
 
-    def _begun(self) -> None:
+    def doubt(self, keys: Iterable[str]) -> None:
+        """A call that nobody waits for may begin, end or give back these; `clear` follows when it is over."""
+        self._in_doubt.update(keys)
+
+    def clear(self, keys: Iterable[str]) -> None:
+        """These are objects now, or nothing: it is for the store to say."""
+        self._in_doubt.difference_update(keys)
+        self._cleared.set()
+
+    async def wait_clear(self, keys: Collection[str]) -> None:
+        """Until none of these is in doubt."""
+        while not self._in_doubt.isdisjoint(keys):
+            self._cleared.clear()
+            await self._cleared.wait()
+
+    def _give_back_left_over(self) -> None:
+        keys, self._left_over = self._left_over, []
+        self.give_back(keys)
+
+    def _submit(self, call: NativeCall[Any]) -> None:
+        self._group.submit(call)
         self._under_way += 1
         self._idle.clear()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Protocol
+from typing import Final, Protocol
 
 import anyio
 
@@ -16,7 +16,10 @@ from softload.protocols import Clock
 from softload.session_states import Session
 from softload.sessions import SessionTable
 
-__all__ = ["RangedReads"]
+__all__ = ["SESSIONS_AT_A_TIME", "RangedReads"]
+
+SESSIONS_AT_A_TIME: Final = 256
+"""What one question starts ahead of the reads: the first ones are read from while others are started."""
 
 
 class Reads(Protocol):
@@ -81,7 +84,7 @@ class RangedReads:
         finally:
             if started is not None:
                 started.set()
-        if new and all(isinstance(answer, Session) for answer in answers.values()):
+        if new and turn.is_first and all(isinstance(answer, Session) for answer in answers.values()):
             self._costs.record_start(len(new), self._clock() - since)
         for key, fetch in new.items():
             answer = answers[key]

@@ -14,6 +14,7 @@ from softload.cost_model import best_way
 from softload.geometry.layout import ObjectSpec, range_groups
 from softload.planning import Column
 from softload.protocols import Descriptor
+from softload.ranged_reads import SESSIONS_AT_A_TIME
 from softload.unit_pages import UnitPages
 
 __all__ = ["parts_to_read"]
@@ -90,7 +91,7 @@ def parts_to_read(
             count * ranges_in(column.spec, layers)[1] / _COPY_RATE for (column, _), count in work.items()
         ),
         layer_seconds=layer_seconds,
-        start_seconds=model.start_seconds(sum(work.values())),
+        start_seconds=model.start_seconds(min(sum(work.values()), SESSIONS_AT_A_TIME)),
     ).parts
     return _without_gaps(parts, context.pools.num_layers)
 

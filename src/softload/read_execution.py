@@ -17,6 +17,9 @@ __all__ = ["execute_read"]
 _WORTH_BYTES = 1 << 20
 """Fewer bytes are checked before the event loop could be told anything."""
 
+_WORTH_ASKED = 64
+"""So are fewer objects, where the master is asked for their descriptors instead."""
+
 
 def execute_read(calls: StoreCalls, call: ReadCall, integrity: Integrity) -> ReadAnswers:
     """Read the live parts of a call and check each object: its digest, or where there is none, its descriptor.
@@ -27,10 +30,11 @@ def execute_read(calls: StoreCalls, call: ReadCall, integrity: Integrity) -> Rea
     keys = [key for part in parts for key in part.fetch.keys]
     statuses = _read_ranges(calls, keys, parts) if call.ranged else _read(calls, keys, parts)
     native = call.native
-    if native is not None and not call.is_first and sum(part.nbytes for part in parts) >= _WORTH_BYTES:
+    tailed = all(part.fetch.tailed for part in parts)  # or none of them: that is the layout's
+    is_worth = sum(part.nbytes for part in parts) >= _WORTH_BYTES or (not tailed and len(keys) >= _WORTH_ASKED)
+    if native is not None and not call.is_first and is_worth:
         native.step_aside()  # the endpoint is free: its next call need not wait for the checks
     replaced: dict[int, Descriptor] = {}
-    tailed = all(part.fetch.tailed for part in parts)  # or none of them: that is the layout's
     for index in _broken(keys, parts, integrity) if tailed else ():
         if statuses[index] is PageStatus.LOADED:
             statuses[index] = PageStatus.CORRUPT

@@ -23,7 +23,21 @@ _TOGETHER_BYTES = 4 << 20
 """Units whose turn it is are read from together up to so much: a call of their own takes longer than so few bytes."""
 
 _LANES_IN_ORDER = 2
-"""With as many for an endpoint, or fewer, its ranged reads go one at a time, each while the last one is checked."""
+"""With as many for an endpoint, or fewer, its ranged reads go one at a time, each while the last one is checked, and so
+do large reads of a unit where it is slow; but for those of small items."""
+
+_SMALL = 40 << 10
+"""Bytes of a range, or an object, that its owner takes as long for as for the item itself: reads of smaller ones wait
+for processors more than for a link, and two at a time are a third faster."""
+
+_SLOW = 3e9
+"""Bytes per second below which large reads of one unit go one at a time: the link, or the owner's processors, are the
+bound, so that a second one beside the first makes earlier layers late, and all of them no earlier. Above it, two at a
+time hide what goes on between calls.
+"""
+
+_LARGE = 1 << 20
+"""Bytes: less is soon over, and what goes on between calls weighs more."""
 
 
 class Reads(Protocol):
@@ -91,7 +105,7 @@ class ReadQueue:
         )
         first = {endpoint for endpoint, _ in batches} if turn.is_first else set()
         # Ranges come over a connection also from this process, and two such reads make the earlier layers later.
-        in_order = ranged and self._config.endpoint_lanes <= _LANES_IN_ORDER
+        in_order = self._config.endpoint_lanes <= _LANES_IN_ORDER
         turn.is_first = turn.is_first and not batches
         for endpoint, items in batches:
             turn.tag = max(turn.tag, self._turn) + 1.0
@@ -102,13 +116,15 @@ class ReadQueue:
             call, queued = ReadCall(endpoint, items, ranged=ranged, is_first=place[2]), self._queued.get(place)
             if queued is not None and not self.group.saturated and queued.take_in(call, *self._together):
                 continue
+            one_by_one = in_order and call.nbytes >= _SMALL * call.items
             native = NativeCall(
                 lambda call=call: execute_read(self._calls, call, self._config.integrity),  # type: ignore[misc]
                 lambda _, call=call: self._reads.returned(call),  # type: ignore[misc]
                 prepare=lambda call=call: self._prepare(call),  # type: ignore[misc]
                 priority=turn.tag,
                 kind=endpoint,
-                alone=call.is_first or in_order,
+                alone=call.is_first or (one_by_one and ranged),
+                series=turn if one_by_one and self._is_slow(call) else None,
             )
             native.label = call.label
             call.native = native
@@ -118,6 +134,12 @@ class ReadQueue:
             except RefusedError:
                 del self._queued[place]
                 self._reads.fail(items, PageStatus.SHED)
+
+    def _is_slow(self, call: ReadCall) -> bool:
+        """Whether it is a large read that takes long, as its endpoint has shown."""
+        count, nbytes = call.items, call.nbytes
+        known = self._health.costs.known(call.endpoint, ranged=call.ranged) if nbytes >= _LARGE else None
+        return known is not None and known.seconds(count, nbytes) * _SLOW > nbytes
 
     def _prepare(self, call: ReadCall) -> bool:
         """On the loop, right before a thread gets the call: what nobody wants any more is not read."""

@@ -21,7 +21,7 @@ from softload.landing import LandingMemory, Segment, SegmentState
 from softload.native_calls import CallGroup, NativeCall, RefusedError
 from softload.outcomes import Action, PageStatus
 from softload.protocols import Clock, Descriptor
-from softload.ranged_reads import RangedReads
+from softload.ranged_reads import SESSIONS_AT_A_TIME, RangedReads
 from softload.read_health import ReadHealth
 from softload.read_queue import ReadQueue
 from softload.request_log import RequestLog
@@ -190,7 +190,8 @@ class Reader:
     def start_sessions(self, keys: Collection[str]) -> anyio.Event:
         """Parts of these objects will be read: start their sessions. The event must go to `read`, whatever is read."""
         wanted, started = list(keys), anyio.Event()
-        self._spawn(lambda: self._ranged.warm(wanted, started))
+        for first in range(0, len(wanted), SESSIONS_AT_A_TIME):
+            self._spawn(partial(self._ranged.warm, wanted[first : first + SESSIONS_AT_A_TIME], started))
         return started
 
     def reclaim(self, nbytes: int) -> None:

@@ -187,7 +187,7 @@ class Saver:
                 if mine and unit.ready is not None:
                     fence = unit.ready
                     await self._wait_for_engine(unit.request_id, fence)
-                left = mine
+                left = await self._clear(mine)
                 while left:
                     some = await self._place(left, placement)
                     left = left[len(some) :]
@@ -228,6 +228,16 @@ class Saver:
         except Exception as error:  # the engine's own fault: it costs this save
             self._context.log.tell(_log.error, events.FENCE_RAISED, request_id=request_id, error=repr(error))
             raise _EngineError from error
+
+    async def _clear(self, objects: Sequence[SaveObject]) -> Sequence[SaveObject]:
+        """Those of which the store can tell whether they are there, by a moment from now."""
+        keys = [item.key for item in objects]
+        with anyio.move_on_after(_GRANT_SECONDS):
+            await self._places.wait_clear(keys)
+        for item in objects:
+            if item.key in self._places.in_doubt:
+                item.status = SaveStatus.SHED
+        return [item for item in objects if item.status is None]
 
     async def _place(self, objects: Sequence[SaveObject], placement: Placement) -> Sequence[SaveObject]:
         """Take places for the first pages of these objects, where that is of use. Which objects these are.
@@ -308,17 +318,14 @@ class Saver:
         keys = [item.key for item in batch]
         is_placed = keys[0] in placement
         returned = anyio.Event()
-        left_over: list[str] = []
 
         def started() -> bool:
             placement.take(keys)
-            left_over.extend(self._places.take_left_over())
             for segment in segments:
                 segment.state = SegmentState.IN_FLIGHT
             return True
 
         def run() -> Puts:
-            context.calls.put_revoke(left_over)  # else these keys would pass for objects that are there
             return (write if is_placed else put)(context.calls, keys, segments)
 
         def release(call: NativeCall[Puts]) -> None:
@@ -332,6 +339,8 @@ class Saver:
                 if status is SaveStatus.SAVED:
                     context.health.negative.discard((item.key,))
                     context.counters.bytes_saved += item.size
+            if call.abandoned:
+                self._places.clear(keys)
             returned.set()
 
         call = NativeCall(run, release, prepare=started)
@@ -344,6 +353,7 @@ class Saver:
                     for segment in segments:
                         context.landing.release(segment)
                 else:
+                    self._places.doubt(keys)
                     call.abandon()
                     for item, segment in zip(batch, segments, strict=True):
                         item.status = SaveStatus.TIMED_OUT

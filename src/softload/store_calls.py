@@ -198,6 +198,8 @@ class StoreCalls:
         judge: Callable[[list[object], Sequence[int | None]], list[T | PageStatus]],
     ) -> list[T | PageStatus]:
         judged = judge(answers, expected)
+        if PageStatus not in set(map(type, judged)) or PageStatus.MALFORMED not in judged:  # as a rule
+            return judged
         for answer, wanted, status in zip(answers, expected, judged, strict=True):
             if status is PageStatus.MALFORMED and answer is not PageStatus.MALFORMED:
                 self._warn(method, expected="an answer" if wanted is None else wanted, got=_SHORT.repr(answer)[:80])
@@ -249,6 +251,8 @@ def _are_counts(values: Collection[Any]) -> bool:
 
 
 def _known(answers: list[object], _: Sequence[int | None]) -> list[bool | PageStatus]:
+    if set(map(type, answers)) == {bool}:
+        return answers  # type: ignore[return-value]  # that is what was looked at
     return [answer if isinstance(answer, bool) else _failure(answer) for answer in answers]
 
 

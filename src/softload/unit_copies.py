@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
+from typing import Protocol
 
 import anyio
 import anyio.lowlevel
@@ -21,7 +22,7 @@ from softload.geometry.group import ResolvedComponent
 from softload.geometry.layout import Fragment
 from softload.landing import SegmentState
 from softload.lent_copies import LentCopy, Refuted, copy_lent, keys_of, lent_batches, lent_copies, moved
-from softload.native_calls import RefusedError
+from softload.native_calls import NativeCall, RefusedError
 from softload.outcomes import PageStatus
 from softload.planning import Column, needed_pages
 from softload.slots import SlotState
@@ -49,6 +50,16 @@ class BegunCopies:
     lent: Sequence[LentCopy]
 
 
+class WaitingUnit(Protocol):
+    """The unit. All of it is called on the loop."""
+
+    async def until(self, ready: Callable[[], bool]) -> None:
+        """Wait for a condition; meanwhile what is left to plan is planned."""
+
+    def wake(self) -> None:
+        """The condition may have come true."""
+
+
 class UnitCopies:
     """The copies of one unit.
 
@@ -73,19 +84,25 @@ class UnitCopies:
         """Whether the engine has let go of the slots."""
         return self._fence is None
 
-    async def wait_for_engine(self) -> PageStatus | None:
-        """Wait for the engine's fence. A status where the slots may never be written."""
+    async def wait_for_engine(self, unit: WaitingUnit) -> PageStatus | None:
+        """Wait for the engine's fence, as the unit waits. A status where the slots may never be written."""
         fence = self._fence
         if fence is None:
             return None
+        call: NativeCall[None] = NativeCall(lambda: wait_for(fence), lambda _: unit.wake())
         try:
-            await self._context.fences.run(lambda: wait_for(fence))
+            self._context.fences.submit(call)
         except RefusedError:
             return PageStatus.SHED
-        except Exception as error:  # the engine's own fault: it costs this unit, not the loader
-            self._context.log.tell(
-                _log.error, events.FENCE_RAISED, request_id=self._wants.request_id, error=repr(error)
-            )
+        try:
+            await unit.until(lambda: call.finished)
+        finally:
+            if not call.finished and not call.withdraw():
+                call.abandon()
+        if isinstance(call.error, RefusedError):  # closed before it had a thread
+            return PageStatus.SHED
+        if call.error is not None:  # the engine's own fault: it costs this unit, not the loader
+            self._failed(events.FENCE_RAISED, call.error)
             return PageStatus.CANCELLED
         self._fence = None
         return None

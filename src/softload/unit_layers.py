@@ -43,6 +43,9 @@ class LayeredUnit(Protocol):
     async def until(self, ready: Callable[[], bool], idle: float = 0.0) -> None:
         """Wait for a condition on what has landed; see `UnitRun.until`."""
 
+    def wake(self) -> None:
+        """The condition may have come true."""
+
     def give_up(self, status: PageStatus) -> None:
         """All of it is a miss."""
 
@@ -189,11 +192,13 @@ class UnitLayers:
 
     async def _wait_for(self, layers: range) -> None:
         """Until these layers are here, and may be copied."""
+        while self._planning.must_plan and self._columns_of(layers):
+            await self._planning.plan(self._turn)
         has_head_start = self._is_first and self._planning.has_head_start and self._copies.may_write
         idle = _HEAD_START if has_head_start else 0.0
         await self._unit.until(partial(self._is_here, layers), idle)
         if self._wants.pages:
-            refused = await self._copies.wait_for_engine()
+            refused = await self._copies.wait_for_engine(self._unit)
             if refused is not None:
                 self._unit.give_up(refused)
             await self._context.pacer.turn()

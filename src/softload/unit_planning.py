@@ -133,7 +133,7 @@ class UnitPlanning:
 
     @property
     def must_plan(self) -> bool:
-        """Whether nothing is read before all of it is planned, as where objects are read in parts."""
+        """Whether nothing but first layers is read before all of it is planned, as where objects are read in parts."""
         return bool(self._parts and self._unplanned)
 
     def announce(self) -> None:
@@ -202,7 +202,9 @@ class UnitPlanning:
                 break  # nobody who waits for the target waits for the draft
         if not self._unplanned:
             self._finish_planning()
-        elif not self._parts:  # ranges wait for the rest: first layers of all objects before the last of any
+        elif self._parts:  # they wait for the rest: first layers of all objects before the last of any
+            self._queue_first()
+        else:
             self._queue()
         self._fetches.conclude()
         return True
@@ -243,6 +245,9 @@ class UnitPlanning:
             otherwise = column.spec.size
             for pages in self._held.unlent(column, self._pages.pages_of(column)):
                 keys = column.keys[pages.start : pages.stop]
+                if not descriptors:  # none is known yet
+                    sizes.update(dict.fromkeys(keys, otherwise))
+                    continue
                 found = map(descriptors.get, keys)
                 sizes.update(zip(keys, [otherwise if each is None else each.size for each in found], strict=True))
         return sizes
@@ -355,6 +360,15 @@ class UnitPlanning:
         self._queue()
         self._unqueued = waiting
         self._release_spare()
+
+    def _queue_first(self) -> None:
+        """Have the first layers' parts read that are planned, where they fill calls of their own."""
+        first = min(column.spec.layers[0] for column in self._pages.columns)
+        parts = [part for part in self._unqueued if part.layers is not None and first in part.layers]
+        if len(parts) >= self._context.config.read_batch_objects:
+            queued = set(parts)
+            self._unqueued = [part for part in self._unqueued if part not in queued]
+            self._context.reader.read(parts, self._turn)
 
     def _queue(self) -> None:
         parts, self._unqueued = self._unqueued, []

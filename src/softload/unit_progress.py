@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 from softload.context import Context
 from softload.outcomes import LateFailure, PageStatus
@@ -60,6 +61,12 @@ class UnitProgress:
             self.late = LateFailure(pages, min(self.layers, self._num_layers - 1), status)
             self._counters.late_failures += 1
         self.end()
+
+    def late_failure(self, pages: int, status: PageStatus) -> LateFailure | None:
+        """The late failure, if any, where only so many pages were restored: others may have failed after the first."""
+        if self.late is None or pages >= self.late.page:
+            return self.late
+        return replace(self.late, page=pages, status=status)
 
     def end(self) -> None:
         """It holds no layer up any more."""

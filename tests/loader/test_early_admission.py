@@ -23,6 +23,8 @@ from .harness import (
     arrived,
     assert_outcome,
     config,
+    end_time_of,
+    eventually,
     is_of,
     keys,
     load,
@@ -99,6 +101,29 @@ async def test_first_layers_come_while_it_is_asked_where_the_others_are(
         await settle(loader)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"layout": "page", "read_mode": "whole"}, {"layout": "page", "read_mode": "ranges"}]
+)
+async def test_all_is_read_while_the_engine_still_has_the_slots(options: dict[str, Any]) -> None:
+    pools = make_pools(pages=2 * PAGES)
+    opens = threading.Event()
+    async with opened(store(), pools, **options) as loader:
+        await put(loader, pools, keys(PAGES))
+        await load(loader, pools.unit("open", keys(PAGES), ROWS))
+        nbytes = loader.statistics().bytes_loaded
+        pools.scramble()
+        try:
+            async with loader.load([pools.unit("a", keys(PAGES), ROWS, ready=opens.wait)]) as handle:
+                await eventually(lambda: loader.statistics().bytes_loaded == 2 * nbytes)
+                pools.assert_rows_kept()
+                opens.set()
+                assert_outcome((await handle.report()).outcomes["a"], PAGES)
+        finally:
+            opens.set()
+        pools.assert_restored(keys(PAGES), ROWS)
+        await settle(loader)
+
+
 @pytest.mark.parametrize("answer", [PageStatus.NO_MEMORY_REPLICA, resized(-8), PageStatus.NOT_FOUND])
 @pytest.mark.parametrize("good", [0, 7])
 async def test_what_is_there_and_cannot_be_read_is_a_late_failure_once(
@@ -138,10 +163,11 @@ async def test_a_load_that_ends_before_it_is_known_where_all_is_leaves_nothing_b
     async with opened(hanging, pools) as loader:
         await put(loader, pools, keys(PAGES))
         hanging.hold("descriptors", for_the_rest)
-        deadline = 0.3 if ends_by == "deadline" else None
-        async with loader.load([pools.unit("a", keys(PAGES), ROWS, deadline=deadline)]) as handle:
+        async with loader.load([pools.unit("a", keys(PAGES), ROWS)]) as handle:
             await handle.layer(0)
             await arrived(hanging, "descriptors")
+            if ends_by == "deadline":
+                end_time_of(loader, "a")
             if ends_by == "a cancelled unit":
                 handle._runs[0].cancel()
             if ends_by != "leaving":

@@ -210,7 +210,10 @@ async def test_draining_waits_until_places_that_came_late_are_given_back() -> No
     async with opened(RecordingStore(hanging), pools, **FEW) as loader:
         hanging.hold("put_start")
         pools.fill(keys(PAGES), range(PAGES))
-        await loader.save([pools.unit("a", keys(PAGES), range(PAGES), deadline=0.1)])
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(loader.save, [pools.unit("a", keys(PAGES), range(PAGES))])
+            await arrived(hanging, "put_start")
+            tasks.cancel_scope.cancel()
         hanging.hold("put_revoke")
         draining = asyncio.create_task(loader.drain())
         hanging.release("put_start")
@@ -221,24 +224,90 @@ async def test_draining_waits_until_places_that_came_late_are_given_back() -> No
         assert memory.statistics().reservations == 0
 
 
+async def lacking_its_places(loader: PageLoader, pools: Pools, hanging: HangingStore) -> None:
+    """A save is left while it writes: the places of its later pages are being given back, which is held."""
+    hanging.hold("put_write", any_of("k3"))
+    hanging.hold("put_revoke")
+    pools.fill(keys(PAGES), range(PAGES))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(loader.save, [pools.unit("a", keys(PAGES), range(PAGES))])
+        await arrived(hanging, "put_write")
+        tasks.cancel_scope.cancel()
+    await arrived(hanging, "put_revoke")
+
+
+async def test_what_is_just_given_back_is_placed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its old place is still there when it is saved again: that is no object."""
+    monkeypatch.setattr("softload.saving._GRANT_SECONDS", 20.0)
+    pools = make_pools()
+    hanging = HangingStore(lending_store())
+    async with opened(RecordingStore(hanging), pools, **FEW, write_lanes=4) as loader:
+        await lacking_its_places(loader, pools, hanging)
+        again = asyncio.create_task(save(loader, pools, ["k8", "k9"], "again"))
+        assert set(await save(loader, pools, ["other"], "other")) == {SaveStatus.SAVED}  # begun later, and over sooner
+        hanging.release()
+        assert await again == [SaveStatus.SAVED] * 2
+        pools.scramble()
+        assert_outcome((await load(loader, pools.unit("b", ["k8", "k9"], range(2))))["b"], 2)
+        pools.assert_restored(["k8", "k9"], range(2))
+        await settle(loader)
+
+
+async def test_what_cannot_be_given_back_is_not_saved_and_not_present() -> None:
+    pools = make_pools()
+    hanging = HangingStore(lending_store())
+    async with opened(RecordingStore(hanging), pools, **FEW, write_lanes=4) as loader:
+        await lacking_its_places(loader, pools, hanging)
+        assert await save(loader, pools, ["other", "k8"]) == [SaveStatus.SAVED, SaveStatus.SHED]
+        # Nor is what a call that nobody waits for any more has begun, and may never end.
+        assert await save(loader, pools, ["k3"], "b") == [SaveStatus.SHED]
+        hanging.release()
+        await settle(loader)
+        assert await save(loader, pools, ["k8"], "c") == [SaveStatus.SAVED]
+
+
+@pytest.mark.parametrize("is_placed", [True, False])
+async def test_what_is_begun_and_may_never_end_is_not_present(is_placed: bool) -> None:
+    pools = make_pools()
+    hanging = HangingStore(lending_store())
+    async with opened(RecordingStore(hanging), pools, **FEW, direct_reads=is_placed) as loader:
+        pools.fill(keys(PAGES), range(PAGES))
+        for method in ("put_start", "put_write", "put_end"):
+            mine = keys(PAGES, method)
+            hanging.hold(method, any_of(mine[0]))
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(loader.save, [pools.unit("a", mine, range(PAGES))])
+                await arrived(hanging, method)
+                tasks.cancel_scope.cancel()
+            assert await save(loader, pools, mine[:1], "b") == [SaveStatus.SHED]
+            hanging.release()
+            await settle(loader)
+            assert await save(loader, pools, mine[:1], "c") in ([SaveStatus.SAVED], [SaveStatus.PRESENT])
+            pools.scramble()
+            assert_outcome((await load(loader, pools.unit(method, mine[:1], range(1))))[method], 1)
+            await settle(loader)
+
+
 @pytest.mark.parametrize("is_small", [False, True])
-async def test_places_that_no_thread_could_give_back_go_with_the_next_save(is_small: bool) -> None:
+async def test_places_that_no_thread_could_give_back_go_once_one_is_free(is_small: bool) -> None:
     pools = make_pools()
     memory = lending_store()
     hanging = HangingStore(memory)
     try:
-        async with opened(RecordingStore(hanging), pools, **FEW, stuck_threads=1, save_deadline=0.2) as loader:
+        async with opened(RecordingStore(hanging), pools, **FEW, stuck_threads=1) as loader:
             hanging.hold("put_write")
             pools.fill(keys(PAGES), range(PAGES))
             async with anyio.create_task_group() as tasks:
                 for nth in range(2):  # one call stuck may be replaced, two are too many
                     mine = keys(PAGES, f"r{nth}k")
                     tasks.start_soon(loader.save, [pools.unit(f"r{nth}", mine, range(PAGES))])
+                await arrived(hanging, "put_write", 2)
+                tasks.cancel_scope.cancel()
             assert memory.statistics().reservations > 0
             hanging.release()
-            await loader.drain()
-            again = ["r0k5"] if is_small else keys(PAGES)
-            assert set(await save(loader, pools, again)) == {SaveStatus.SAVED}
+            await eventually(lambda: memory.statistics().reservations == 0)
+            again = ["r1k5"] if is_small else keys(PAGES, "r1k")
+            assert set(await save(loader, pools, again)) <= {SaveStatus.SAVED, SaveStatus.PRESENT}
             assert memory.statistics().reservations == 0
             await settle(loader)
     finally:

@@ -11,7 +11,7 @@ from typing import Any
 import anyio
 import pytest
 
-from softload import PageStatus, sessions, unit_layers
+from softload import PageStatus, fetches, read_queue, sessions, unit_layers
 from softload.protocols import Answer
 from softload.stores.wrapper import WrapperStore
 from softload.testing import HangingStore, RecordingStore
@@ -73,24 +73,61 @@ class Meeting(WrapperStore):
             self.running += 1
             self.most = max(self.most, self.running)
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self.running > 1, 0.02)  # less than until it is late
+            self._changed.wait_for(lambda: self.running > 1, 0.02)
         answers = super().read_ranges(keys, pointers, sizes, offsets)
         with self._changed:
             self.running -= 1
         return answers
 
 
-@pytest.mark.parametrize(("lanes", "meet"), [(2, False), (4, True)])
-async def test_ranges_of_an_endpoint_come_one_after_another_unless_it_is_said_to_have_lanes_to_spare(
-    lanes: int, meet: bool
-) -> None:
-    """The first ones, of layer 0, always do: those of layer 1, of 2 and 3, and of 4 can meet then."""
+async def test_ranges_of_an_endpoint_come_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_queue, "_SMALL", 0)
+    monkeypatch.setattr(fetches, "_JOIN_SECONDS", 60.0)  # none is late
     pools, meeting = make_pools(), Meeting(RecordingStore(store()))
-    async with opened(meeting, pools, **RANGES, endpoint_lanes=lanes) as loader:
+    async with opened(meeting, pools, **RANGES) as loader:
         await put(loader, pools, keys(4))
         assert_outcome((await load(loader, pools.unit("a", keys(4), range(4))))["a"], 4)
         await settle(loader)
-    assert (meeting.most > 1) == meet
+    assert meeting.most == 1
+
+
+@pytest.mark.parametrize(("lanes", "small"), [(2, 1 << 20), (4, 0)], ids=["small", "lanes to spare"])
+async def test_ranges_come_two_at_a_time_where_they_are_small_or_there_are_lanes_to_spare(
+    lanes: int, small: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for the first ones, of layer 0."""
+    monkeypatch.setattr(read_queue, "_SMALL", small)
+    monkeypatch.setattr(fetches, "_JOIN_SECONDS", 60.0)  # what is held is not late
+    pools, hanging = make_pools(), HangingStore(store())
+    async with opened(hanging, pools, **RANGES, endpoint_lanes=lanes) as loader:
+        await put(loader, pools, keys(4))
+        hanging.hold("read_ranges", from_call(1))
+        async with loader.load([pools.unit("a", keys(4), range(4))]) as handle:
+            await arrived(hanging, "read_ranges", 2)
+            hanging.release()
+            assert_outcome((await handle.report()).outcomes["a"], 4)
+        pools.assert_restored(keys(4), range(4))
+        await settle(loader)
+
+
+async def test_first_layers_of_many_objects_are_asked_for_before_the_others_of_any(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """More of them than are planned at a time, and than sessions are started at a time."""
+    monkeypatch.setattr(read_queue, "_SMALL", 0)  # one call at a time, so that their order is seen
+    count = 600
+    pools = make_pools(pages=count)
+    recording = RecordingStore(store())
+    async with opened(recording, pools, **RANGES, read_batch_objects=100) as loader:
+        await put(loader, pools, keys(count))
+        recording.clear()
+        assert_outcome((await load(loader, pools.unit("a", keys(count), range(count))))["a"], count)
+        pools.assert_restored(keys(count), range(count))
+        asked = recording.keys_of("read_ranges")
+        assert len(set(asked[:count])) == count and len(asked) > 2 * count
+        await settle(loader)
+    assert set(Counter(recording.keys_of("session_start")).values()) == {1}
+    assert Counter(recording.keys_of("session_start")) == Counter(recording.keys_of("session_end"))
 
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["held-until-all-wait", "as-they-come"])
@@ -432,7 +469,7 @@ async def test_a_lease_shorter_than_any_queue_is_a_miss_and_not_an_endless_resta
     pools = make_pools()
     async with opened(store(lease=1e-6), pools, **RANGES, deadline=10.0) as loader:
         await put(loader, pools, keys(4))
-        with anyio.fail_after(5):
+        with anyio.fail_after(15):
             outcome = (await load(loader, pools.unit("a", keys(4), range(4))))["a"]
         assert_outcome(outcome, 0, PageStatus.LEASE_EXPIRED)
         # Each of the 16 parts is put off twice, read, put off twice more, and read for the last time.
@@ -472,7 +509,7 @@ async def test_a_session_start_that_hangs_takes_no_load_along() -> None:
             async def one(name: str, first: int) -> None:
                 assert_outcome((await load(loader, pools.unit(name, keys(3), range(first, first + 3))))[name], 3)
 
-            with anyio.fail_after(10):
+            with anyio.fail_after(30):
                 tasks.start_soon(one, "a", 0)
                 await arrived(hanging, "session_start")
                 tasks.start_soon(one, "b", 3)

@@ -100,6 +100,27 @@ async def test_stuck_calls_are_replaced_up_to_the_bound_and_then_refused(max_stu
 
 
 @asynchronous
+async def test_who_was_refused_is_told_once_as_soon_as_calls_are_taken_again() -> None:
+    group = CallGroup("free", width=1, max_stuck=0)
+    told = []
+    with held(2) as functions:
+        call, returned = submit(group, functions[0])
+        call.abandon()
+        group.when_free(lambda: told.append(group.saturated))
+        assert group.saturated and not told
+        functions[0].let_go()
+        await returned.wait()
+        await asyncio.sleep(0)
+        assert told == [False]
+        _, returned = submit(group, functions[1])
+        functions[1].let_go()
+        await returned.wait()
+        await asyncio.sleep(0)
+        assert told == [False]
+        group.close()
+
+
+@asynchronous
 async def test_a_call_that_did_not_start_can_be_taken_back_and_never_runs() -> None:
     group = CallGroup("withdrawn", width=1, max_stuck=0)
     ran: list[str] = []
@@ -276,6 +297,41 @@ async def test_an_urgent_call_runs_alone_of_its_kind() -> None:
         functions[3].let_go()
         await _returned(calls[3])
         assert started() == [0, 1, 2, 3, 4]
+    await _all_returned(group)
+    group.close()
+
+
+@asynchronous
+async def test_calls_of_one_series_run_one_at_a_time_and_others_beside_them() -> None:
+    group = CallGroup("series", width=4, max_stuck=1, at_a_time=2)
+    one, two = object(), object()
+    series = (one, two, one, one, None, one)
+    with held(6) as functions:
+        calls = [
+            NativeCall(function, lambda _: None, kind="here", series=which)
+            for function, which in zip(functions, series, strict=True)
+        ]
+        for call in calls:
+            group.submit(call)
+
+        def started() -> list[int]:
+            return [index for index, call in enumerate(calls) if call.started_at is not None]
+
+        assert started() == [0, 1], "of two series"
+        functions[1].let_go()
+        await _returned(calls[1])
+        assert started() == [0, 1], "the next one waits for the first of its series, and those behind for it"
+        functions[0].let_go()
+        await _returned(calls[0])
+        assert started() == [0, 1, 2]
+        group.step_aside(calls[2])
+        assert started() == [0, 1, 2, 3, 4], "what stepped aside keeps none waiting"
+        functions[4].let_go()
+        await _returned(calls[4])
+        assert started() == [0, 1, 2, 3, 4]
+        calls[3].abandon()
+        await asyncio.sleep(0)
+        assert started() == [0, 1, 2, 3, 4, 5], "nor does what nobody waits for"
     await _all_returned(group)
     group.close()
 
@@ -457,7 +513,7 @@ async def test_calls_that_do_not_come_back_are_told_once_for_all(monkeypatch: py
         for call, _ in calls:
             call.abandon()
         await calls[0][1].wait()  # most of those that nobody waits for come back a moment later
-        with anyio.fail_after(5):
+        with anyio.fail_after(15):
             while not logs:  # noqa: ASYNC110
                 await anyio.sleep(0.01)
         await anyio.sleep(0.15)

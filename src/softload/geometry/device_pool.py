@@ -64,6 +64,7 @@ class DevicePool:
         "_layer_of",
         "_pointers",
         "_source",
+        "_tokens_of_page",
         "buffer_meta",
         "buffers",
         "index_mapper",
@@ -101,6 +102,7 @@ class DevicePool:
         self.index_mapper = index_mapper
         self.num_draft_layers = num_draft_layers
         self._source = components
+        self._tokens_of_page = np.arange(page_size)
         self._components = read_components(components)
         self._check_components()
         self.buffers: tuple[torch.Tensor, ...] = tuple(buffer for component in self._components for buffer in component)
@@ -207,13 +209,16 @@ class DevicePool:
                 f"pool {self.name}: expected {pages * self.page_size} token slots{rows_too} "
                 f"for {pages} pages of {self.page_size} tokens, got {host.size} slots"
             )
-        outside = (rows < 0) | (rows >= self.num_pages)
-        if outside.any():
-            page = int(outside.argmax())
+        self.check_rows(rows)
+        return rows
+
+    def check_rows(self, rows: npt.NDArray[np.int64]) -> None:
+        """Raise `ValueError` unless all of them are rows of `page_views`."""
+        if rows.size and not (0 <= rows.min() and rows.max() < self.num_pages):
+            page = int(((rows < 0) | (rows >= self.num_pages)).argmax())
             raise ValueError(
                 f"pool {self.name}: expected page rows in [0, {self.num_pages}), got {rows[page]} for page {page}"
             )
-        return rows
 
     def check_alive(self) -> None:
         """Make sure that the addresses handed out are still the engine's buffers.
@@ -288,6 +293,9 @@ class DevicePool:
 
     def _page_rows(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         starts = tokens[:, 0]
+        rows: npt.NDArray[np.int64] = starts // self.page_size
+        if (tokens == (rows * self.page_size)[:, None] + self._tokens_of_page).all():  # as a rule
+            return rows
         misaligned = starts % self.page_size != 0
         if misaligned.any():
             page = int(misaligned.argmax())
@@ -295,15 +303,12 @@ class DevicePool:
                 f"pool {self.name}: expected page {page} to start at a multiple of {self.page_size}, "
                 f"got slot {starts[page]}"
             )
-        broken = tokens != starts[:, None] + np.arange(self.page_size)
-        if broken.any():
-            page, token = (int(index) for index in np.unravel_index(int(broken.argmax()), broken.shape))
-            raise ValueError(
-                f"pool {self.name}: expected contiguous slots within page {page}, "
-                f"got {tokens[page, token]} at token {token} of the page that starts at {starts[page]}"
-            )
-        rows: npt.NDArray[np.int64] = starts // self.page_size
-        return rows
+        broken = tokens != starts[:, None] + self._tokens_of_page
+        page, token = (int(index) for index in np.unravel_index(int(broken.argmax()), broken.shape))
+        raise ValueError(
+            f"pool {self.name}: expected contiguous slots within page {page}, "
+            f"got {tokens[page, token]} at token {token} of the page that starts at {starts[page]}"
+        )
 
     def _check_components(self) -> None:
         if not self._components:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,9 @@ _DRAFT_SOURCES: Mapping[PoolName, frozenset[PoolName]] = {
     PoolName.DRAFT_SWA: frozenset({PoolName.SWA, PoolName.DRAFT_SWA}),
 }
 """Logical draft components, and the index sources of the draft pools that they stand for."""
+
+_KnownRows: TypeAlias = dict[tuple[int, bool], npt.NDArray[np.int64]]
+"""What was worked out while one unit is resolved: the rows of its components, in pools with a row a page or a token."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -174,8 +178,9 @@ class DevicePoolGroup:
                 f"expected components for {', '.join(sorted(sources))}, got only {', '.join(sorted(by_source))}: "
                 f"{left_out} would be left out"
             )
+        known: _KnownRows = {}
         return tuple(
-            _resolved(pool, by_source[pool.index_source])
+            _resolved(pool, by_source[pool.index_source], known)
             for pool in self.target_pools
             if pool.index_source in by_source
         )
@@ -203,7 +208,8 @@ class DevicePoolGroup:
                 f"expected draft components for {', '.join(sorted(set(logical.values())))}, "
                 f"got only {', '.join(sorted(by_name))}: {', '.join(missing)} would be left out"
             )
-        return tuple(_resolved(pool, by_name[logical[pool.name]]) for pool in self.draft_pools)
+        known: _KnownRows = {}
+        return tuple(_resolved(pool, by_name[logical[pool.name]], known) for pool in self.draft_pools)
 
     def _by_pool(
         self, components: Sequence[ComponentTransfer], known: Sequence[PoolName], kind: str
@@ -286,24 +292,36 @@ def _draft_component(pool: DevicePool) -> PoolName:
     raise ValueError(f"pool {pool.name}: expected an index source of {known}, got {pool.index_source}")
 
 
-def _resolved(pool: DevicePool, component: ComponentTransfer) -> ResolvedComponent:
+def _resolved(pool: DevicePool, component: ComponentTransfer, known: _KnownRows) -> ResolvedComponent:
     all_pages = pool.index_source is PoolName.KV or component.hit_policy is HitPolicy.ALL_PAGES
     return ResolvedComponent(
         pool=pool,
         keys=component.keys,
-        rows=None if component.slots is None else _rows(pool, component.slots, len(component.keys)),
+        rows=None if component.slots is None else _rows(pool, component, component.slots, known),
         hit_policy=HitPolicy.ALL_PAGES if all_pages else component.hit_policy,
         window=1 if all_pages else component.window,
     )
 
 
-def _rows(pool: DevicePool, slots: torch.Tensor, pages: int) -> npt.NDArray[np.int64]:
+def _rows(
+    pool: DevicePool, component: ComponentTransfer, slots: torch.Tensor, known: _KnownRows
+) -> npt.NDArray[np.int64]:
     """Each page's row; -1 for a page before a trailing window that has no slots, only -1."""
-    by_page = slots.cpu().numpy().reshape(pages, -1) if pages else np.empty((0, 1), np.int64)
-    present = (by_page >= 0).any(axis=1)
-    if present.all():
+    pages = len(component.keys)
+    if component.hit_policy is HitPolicy.TRAILING_PAGES:  # elsewhere every page has slots: that was checked
+        by_page = slots.cpu().numpy().reshape(pages, -1) if pages else np.empty((0, 1), np.int64)
+        present = (by_page >= 0).any(axis=1)
+        if not present.all():
+            rows = np.full(pages, -1, np.int64)
+            kept = torch.from_numpy(by_page[present].flatten()).to(slots.device)
+            rows[present] = pool.rows(pool.translate(kept), int(present.sum()))
+            return rows
+    if pool.index_mapper is not None:
         return pool.rows(pool.translate(slots), pages)
-    rows = np.full(pages, -1, np.int64)
-    kept = torch.from_numpy(by_page[present].flatten()).to(slots.device)
-    rows[present] = pool.rows(pool.translate(kept), int(present.sum()))
-    return rows
+    # Pools of one page size that take the same slots as they come have the same rows.
+    source = (id(component), pool.rows_are_pages)
+    if source in known:
+        pool.check_rows(known[source])
+    else:
+        known[source] = pool.rows(slots, pages)
+    return known[source]

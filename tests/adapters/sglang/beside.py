@@ -30,7 +30,8 @@ __all__ = [
 
 W = TypeVar("W", bound=PageStore)
 
-PATIENCE = {"deadline": "20s", "lookup_deadline": "10s"}
+PATIENCE = {"deadline": "20s", "lookup_deadline": "10s", "blocking_limit": "20s", "offload_limit": "30s"}
+"""What no busy machine comes near."""
 
 LONG = 1900
 """Tokens of the request that loads; all but 44 of them are restored."""
@@ -64,7 +65,7 @@ def faulty(running: Engine, **options: object) -> Faults:
 
 def hanging(running: Engine, **options: object) -> HangingStore:
     """A linker whose store can be made to hang, and that waits for it."""
-    return _relinked(running, HangingStore, {"deadline": "20s", "lookup_deadline": "20s", **options})
+    return _relinked(running, HangingStore, {**PATIENCE, "lookup_deadline": "20s", **options})
 
 
 def _relinked(running: Engine, wrapper: Callable[[PageStore], W], options: dict[str, object]) -> W:
@@ -79,13 +80,16 @@ def _relinked(running: Engine, wrapper: Callable[[PageStore], W], options: dict[
     return made[-1]
 
 
-def restored(running: Engine, prompt: Prompt, *, fails: bool = False, **options: object) -> tuple[Beside, Answer]:
-    """The other request's pages come from a store that takes `LOAD_SECONDS`; also its answer when it was computed.
+def restored(
+    running: Engine, prompt: Prompt, *, fails: bool = False, seconds: float = LOAD_SECONDS, **options: object
+) -> tuple[Beside, Answer]:
+    """The other request's pages come from a slow store; also its answer when it was computed.
 
     Args:
         running: the engine.
         prompt: the other request's.
         fails: whether the first layers of all its pages turn out to be gone, once they are read.
+        seconds: what its load takes, in however many reads.
         options: of the linker.
     """
     faults = faulty(running, read_lanes=1, **options)
@@ -93,7 +97,7 @@ def restored(running: Engine, prompt: Prompt, *, fails: bool = False, **options:
     running.flush()
 
     def slow_down() -> None:
-        faults.lasts = LOAD_SECONDS
+        faults.lasts = seconds
         faults.gone = lambda key: fails and ".g0" in key
 
     return beside(running, prompt, slow_down), cold
@@ -127,9 +131,9 @@ def beside(running: Engine, prompt: Prompt, before: Callable[[], None] = lambda:
         time.sleep(0.01)
     before()
     loading = running.start(prompt)
-    assert loading.done.wait(30), "the request has not ended"
+    assert loading.done.wait(60), "the request has not ended"
     running.abort(decoding)
-    assert decoding.done.wait(20), "the decoding request has not ended"
+    assert decoding.done.wait(60), "the decoding request has not ended"
     # Also the gap in which the other's first token came, and those right after: it waits for that very step too.
     times = [at for at in decoding.times if at <= loading.times[0] + 0.1]
     gap = max(other - one for one, other in zip(times, times[1:], strict=False) if other > loading.sent)
@@ -157,7 +161,7 @@ def queueing(running: Engine, asked: Sequence[Prompt], seconds: float, **options
     for other in others:
         assert other.done.wait(60), "a request has not ended"
     running.abort(decoding)
-    assert decoding.done.wait(20), "the decoding request has not ended"
+    assert decoding.done.wait(60), "the decoding request has not ended"
     assert [other.tokens for other in others] == [answer.tokens for answer in cold]
     spans = list(zip(decoding.times, decoding.times[1:], strict=False))
     alone = [after - before for before, after in spans if after < arrived]

@@ -66,7 +66,9 @@ def main(rank: int, ranks: int, port: int) -> None:
     for stage, kind, admission in stages:
         hanging = HangingStore(open_store("memory://"))
         faults = Faults(hanging)
-        options = {"admission": admission, "blocking_limit": "3s", "deadline": "3s", "lookup_deadline": "1500ms"}
+        options = {"admission": admission, "blocking_limit": "20s", "deadline": "20s", "lookup_deadline": "10s"}
+        if stage == "lookup":
+            options |= {"deadline": "3s", "lookup_deadline": "1500ms"}
 
         def make(store: PageStore = faults) -> PageStore:
             return store

@@ -32,7 +32,7 @@ def keys_of(model: Path, prompt: list[int]) -> list[str]:
 
 
 def wait_saved(store: PageStore, keys: list[str]) -> None:
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while not all(store.exists(keys)):
         assert time.monotonic() < until, "the pages were not saved"
         time.sleep(0.1)

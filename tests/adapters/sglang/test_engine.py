@@ -6,10 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from .beside import PATIENCE
 from .engines import PAGE, Engine, engine, prompts, tiny_llama
 from .hooked_linker import HookedLinker
-
-PATIENCE = {"deadline": "20s", "lookup_deadline": "10s"}
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +19,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 
 @pytest.mark.parametrize("admission", ["hold", "stream", "sync"])
 def test_cold_device_hit_and_restored_are_the_same(running: Engine, admission: str) -> None:
-    running.relink(admission=admission, blocking_limit="5s", **PATIENCE)
+    running.relink(admission=admission, **PATIENCE)
     asked = prompts(700, 300, 130, seed=3)
     cold = running.generate(asked, tokens=12)
     hits = running.generate(asked, tokens=12)
@@ -35,7 +34,7 @@ def test_cold_device_hit_and_restored_are_the_same(running: Engine, admission: s
 @pytest.mark.parametrize("admission", ["hold", "stream", "sync"])
 def test_restored_pages_are_not_saved_again(running: Engine, admission: str) -> None:
     """Of a longer prompt the new pages are, and nothing else: all of it comes back from the store."""
-    linker = running.relink(admission=admission, blocking_limit="5s", prefetch_ttl=0, **PATIENCE)
+    linker = running.relink(admission=admission, prefetch_ttl=0, **PATIENCE)
     head, tail = prompts(690, 300, seed=11)  # their answers complete no page
     running.generate([head])
     running.flush()

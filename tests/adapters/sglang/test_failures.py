@@ -54,7 +54,7 @@ FAILURES: dict[str, Callable[[Faults, str], None]] = {
 @pytest.mark.parametrize("what", FAILURES)
 def test_one_of_eight_fails(running: Engine, what: str, admission: str) -> None:
     """Seven run once, with their pages restored; one is prefilled again."""
-    faults = faulty(running, admission=admission, blocking_limit="5s")
+    faults = faulty(running, admission=admission)
     asked, cold = stored(running, 700, 300, 450, 200, 330, 640, 260, 390)
     FAILURES[what](faults, running.pages_of(cold[4])[1])
     answers = running.together(asked)
@@ -124,7 +124,7 @@ def test_a_client_leaves_while_its_request_loads(running: Engine, admission: str
     time.sleep(0.15)
     running.abort(left)
     stayed = running.generate(asked[1:])
-    assert left.done.wait(20)
+    assert left.done.wait(60)
     assert tokens(stayed) == tokens(cold[1:])
     faults.seconds = 0.0
     running.flush()
@@ -133,11 +133,11 @@ def test_a_client_leaves_while_its_request_loads(running: Engine, admission: str
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_decoding_request_goes_on_while_another_loads(running: Engine, fails: bool) -> None:
-    """In `hold` a load of 200 ms costs those that decode no more than a step with the other request does."""
+    """In `hold` a load of 2 s costs those that decode no more than a step with the other request does."""
     (asked,) = prompts(LONG, seed=17)
     gaps = {}
     for admission in ("hold", "stream"):
-        run, cold = restored(running, asked, fails=fails, admission=admission)
+        run, cold = restored(running, asked, fails=fails, seconds=2.0, admission=admission)
         print(f"{admission}: {run.steps} tokens, longest gap {run.gap * 1e3:.0f} ms, first {run.first:.3f} s")
         assert run.loading.tokens == cold.tokens
         assert bool(run.loading.cached_tokens) is not fails

@@ -50,15 +50,17 @@ def test_an_aborted_one_is_answered_at_once_and_leaves_nothing(
     store, asked, cold = stored(running, admission)
     slots = running.free_tokens
     call = ADMISSIONS[admission]
-    store.hold(call)
+    mine = set(running.pages_of(cold[0]))
+    store.hold(call, lambda keys: any(page in key for page in mine for key in keys))
     left = running.start(asked[0])
     assert store.wait_held(call)
     running.abort(left, everybody=everybody)
-    assert left.done.wait(5)
+    assert left.done.wait(15)  # well before its hold, of 20 s, would end
     assert store.held(call)
     assert left.finish is not None and left.finish["type"] == "abort" and not left.tokens
     fresh = prompts(150, seed=52)[0]
-    assert running.generate([fresh])[0].is_good  # the engine is free for others
+    assert running.generate([fresh])[0].is_good  # engine and store are free for others
+    assert store.held(call)
     store.release()
     running.settle()
     wait_until(lambda: running.free_tokens == slots)  # the scheduler is in the middle of a step
@@ -78,7 +80,7 @@ def test_the_cache_is_not_flushed_under_one(running: Engine, admission: str) -> 
     assert store.wait_held(ADMISSIONS[admission])
     assert not running.try_flush()
     store.release()
-    assert held.done.wait(20)
+    assert held.done.wait(60)
     assert held.tokens == cold[0].tokens and held.cached_tokens == 640
 
 
@@ -95,7 +97,7 @@ def test_the_cache_is_flushed_under_one_while_the_engine_pauses(running: Engine,
     assert running.try_flush()
     store.release()
     running.resume()
-    assert held.done.wait(20)
+    assert held.done.wait(60)
     assert held.tokens == cold[0].tokens and held.is_good
     running.settle()
     wait_until(lambda: statistics(running).landing_bytes_in_use == 0)

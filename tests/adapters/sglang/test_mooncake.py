@@ -10,6 +10,7 @@ import pytest
 from softload.protocols import PageStore
 from softload.stores.embedded import EmbeddedMooncakeStore
 
+from .beside import PATIENCE
 from .engines import Answer, Engine, Prompt, engine, prompts, tiny_llama, wait_until
 from .hooked_linker import HookedLinker
 
@@ -67,7 +68,9 @@ def test_requests_answer_as_if_cold(running: Engine, fault: str, admission: str)
     url = "mooncake://embedded?segment=64MiB&owners=2&lease=5s"
     # Mooncake's reads spin while their owner is frozen: on the few cores of a test's machine, one at a time.
     few = {"read_lanes": 1, "stuck_threads": 1}
-    running.relink(store=url, admission=admission, deadline="1s", lookup_deadline="500ms", prefetch_ttl=0, **few)
+    # Without a fault all of it comes, in whatever time a busy machine takes.
+    deadlines = PATIENCE if fault == "none" else {"deadline": "1s", "lookup_deadline": "500ms"}
+    running.relink(store=url, admission=admission, prefetch_ttl=0, **few, **deadlines)
     asked = prompts(*LENGTHS, seed=31)
     cold = running.generate(asked)
     running.flush()
@@ -84,16 +87,16 @@ def test_requests_answer_as_if_cold(running: Engine, fault: str, admission: str)
     longest = max(answers, key=lambda answer: answer.first)
     meanwhile = sum(longest.sent <= at <= longest.times[0] for at in decoding.times)
     running.abort(decoding)
-    assert decoding.done.wait(20)
+    assert decoding.done.wait(60)
     restored = sum(answer.cached_tokens for answer in answers)
     print(
         f"{fault}, {admission}: {took:.2f} s, {restored} tokens restored, longest first token "
         f"{longest.first:.2f} s, in which another got {meanwhile} tokens, longest gap of another {gap * 1e3:.0f} ms "
         f"({computing * 1e3:.0f} ms where all of it is computed)"
     )
-    # Half a second is the store's, and not that of a busy machine.
+    # Half a second is the store's, and not that of a busy machine; whose steps are as long as those without a fault.
     if admission == "hold" and longest.first - max(answer.first for answer in computed) > 0.5:
-        assert meanwhile >= 10
+        assert meanwhile >= min(10.0, longest.first / (2 * computing))
     assert [answer.tokens for answer in answers] == [answer.tokens for answer in cold]
     assert all(answer.is_good for answer in answers)
     if fault == "none":

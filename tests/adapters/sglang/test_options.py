@@ -116,7 +116,7 @@ def test_one_hook_that_is_missing_means_sync_and_is_named(
     """Whichever it is, the others do no harm, and pages are restored."""
     owner, name = owner_of(target)
     monkeypatch.setattr(owner, name, getattr(owner, name).__wrapped__)
-    with tree_of(KINDS["mha"], {"blocking_limit": "5s"}) as tree:
+    with tree_of(KINDS["mha"]) as tree:
         assert tree.linker.admission is Admission.SYNC
         assert restores(tree)
     said = [line for line in capfd.readouterr().out.splitlines() if "linker.sync_only" in line]
@@ -151,7 +151,7 @@ def test_without_any_hook_pages_are_restored_all_the_same(monkeypatch: pytest.Mo
     ):
         for name in names:
             monkeypatch.setattr(owner, name, getattr(owner, name).__wrapped__)
-    with tree_of(KINDS["mha"], {"blocking_limit": "5s"}) as tree:
+    with tree_of(KINDS["mha"]) as tree:
         assert tree.linker.admission is Admission.SYNC
         assert restores(tree)
 

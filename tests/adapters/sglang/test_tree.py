@@ -40,7 +40,7 @@ def same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> boo
 @pytest.mark.parametrize("admission", ADMISSIONS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_was_evicted_comes_back(kind: str, admission: str) -> None:
-    with tree_of(KINDS[kind], {"admission": admission, "blocking_limit": "5s"}) as tree:
+    with tree_of(KINDS[kind], {"admission": admission}) as tree:
         asked, written = stored(tree)
         req = tree.request([*asked, 7])
         assert tree.match(req) == len(asked)
@@ -54,7 +54,7 @@ def test_what_was_evicted_comes_back(kind: str, admission: str) -> None:
 
 @pytest.mark.parametrize("admission", ADMISSIONS)
 def test_nothing_stored_is_a_miss(admission: str) -> None:
-    with tree_of(KINDS["mha"], {"admission": admission, "blocking_limit": "5s"}) as tree:
+    with tree_of(KINDS["mha"], {"admission": admission}) as tree:
         req = tree.request([*tokens(tree), 7])
         assert tree.match(req) == 0
         assert not tree.cache.linker.has_hit(req.rid)
@@ -90,7 +90,7 @@ def hanging(method: str) -> tuple[HangingStore, Callable[[], PageStore]]:
 def test_reset_and_close_do_not_wait_for_a_frozen_read(admission: str, what: str) -> None:
     """And the slots stay as they are when the read returns late."""
     store, make = hanging("read")
-    with tree_of(KINDS["mha"], {"admission": admission, "deadline": "300ms"}, store=make) as tree:
+    with tree_of(KINDS["mha"], {"admission": admission, "deadline": "3s"}, store=make) as tree:
         asked, _ = stored(tree)
         store.hold("read")
         req = tree.request([*asked, 7])
@@ -107,11 +107,11 @@ def test_reset_and_close_do_not_wait_for_a_frozen_read(admission: str, what: str
             tree.linker.reset()
         else:
             tree.linker.close()
-        assert time.monotonic() - since < 8
+        assert time.monotonic() - since < 15  # in `stream` a reset waits for the deadline
         before = None if slots is None else tree.restored(req, slots)
         store.release()
         if what == "reset":
-            tree.linker._bridge.call(lambda: tree.linker._bridge.loader.drain(), 10)  # type: ignore[union-attr]
+            tree.linker._bridge.call(lambda: tree.linker._bridge.loader.drain(), 60)  # type: ignore[union-attr]
         if slots is not None and before is not None:
             assert same(tree.restored(req, slots), before)
 
@@ -119,14 +119,14 @@ def test_reset_and_close_do_not_wait_for_a_frozen_read(admission: str, what: str
 def test_a_slow_store_is_a_miss_within_the_bound() -> None:
     """In `sync`, lookup and load together wait no longer than `blocking_limit` in a step."""
     store, make = hanging("exists")
-    with tree_of(KINDS["mha"], {"admission": "sync", "blocking_limit": "20ms"}, store=make) as tree:
+    with tree_of(KINDS["mha"], {"admission": "sync", "blocking_limit": "1s"}, store=make) as tree:
         asked, _ = stored(tree)
         store.hold("exists")
         waiting = [tree.request([*asked, last]) for last in range(5)]
         tree.linker.num_completed_offloads()
         since = time.monotonic()
         assert [tree.match(req) for req in waiting] == [0] * 5
-        assert time.monotonic() - since < 0.2
+        assert time.monotonic() - since < 4  # and not five times that
         store.release()
 
 
@@ -138,7 +138,7 @@ def test_offloads_are_bounded_and_unlock_their_nodes() -> None:
         free = tree.free_tokens()
         tree.compute(tokens(tree))
         assert store.wait_held("put_write")
-        tree.settle(5)
+        tree.settle(20)  # a save has 30 s
         tree.evict_all()
         assert tree.free_tokens() == free
         store.release()
@@ -147,7 +147,7 @@ def test_offloads_are_bounded_and_unlock_their_nodes() -> None:
 def result_of_offload(tree: Tree, keys: tuple[str, ...], slots: torch.Tensor) -> bool:
     """Offer slots for saving as the tree would, and wait for what became of it."""
     assert tree.linker.offload([PoolTransfer(SglangPoolName.KV, device_indices=slots, keys=list(keys))])
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while not tree.linker.num_completed_offloads():
         assert time.monotonic() < until
         time.sleep(0.002)
@@ -157,7 +157,7 @@ def result_of_offload(tree: Tree, keys: tuple[str, ...], slots: torch.Tensor) ->
 def test_slots_of_a_failed_load_are_not_offloaded_before_they_were_computed() -> None:
     """And the failed request is a miss until then."""
     store, make = hanging("read")
-    with tree_of(KINDS["mha"], {"admission": "stream", "deadline": "200ms"}, store=make) as tree:
+    with tree_of(KINDS["mha"], {"admission": "stream", "deadline": "3s"}, store=make) as tree:
         asked, _ = stored(tree)
         store.hold("read")
         req = tree.request([*asked, 7])

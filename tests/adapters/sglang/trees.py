@@ -139,7 +139,7 @@ class Tree:
     def _full(self) -> Any:
         return getattr(self.allocator, "full_attn_allocator", self.allocator)
 
-    def settle(self, timeout: float = 10.0) -> None:
+    def settle(self, timeout: float = 60.0) -> None:
         """Let the offloads end, as the scheduler's steps do."""
         until = time.monotonic() + timeout
         while self.cache.linker.pending_offloads:
@@ -160,7 +160,7 @@ class Tree:
         parameters = SamplingParams(max_new_tokens=4)
         return Req(f"request-{self.number}", "", array("q", tokens), parameters)
 
-    def match(self, req: Any, timeout: float = 10.0) -> int:
+    def match(self, req: Any, timeout: float = 60.0) -> int:
         """Match as a scheduler does, step by step until the request is not held; tokens found outside the device."""
         until = time.monotonic() + timeout
         while True:
@@ -240,7 +240,7 @@ def tree_of(
         def make_store(self) -> PageStore:
             return store() if store is not None else super().make_store()
 
-    patience = {"deadline": "10s", "lookup_deadline": "5s"}
+    patience = {"deadline": "30s", "lookup_deadline": "20s", "blocking_limit": "30s", "offload_limit": "30s"}
     extra = {"store": "memory://", "landing_bytes": "64MiB", **patience, **(options or {})}
     linker = (make_linker or Linker)(None, params, components=set(cache.components), extra_config=extra)
     cache.init_cache_linker(linker)

@@ -105,6 +105,7 @@ def engine(
     **settings: Any,
 ) -> Iterator[LLM]:
     """An engine with the connector; one at a time in a process."""
+    ensure_kv_transfer_shutdown()  # a module's own engine may still be there: vLLM would take that one's connector
     HookedConnector.wrap = staticmethod(wrap)
     HookedConnector.silent = False
     HookedConnector.forget()
@@ -218,7 +219,7 @@ def add(llm: LLM, name: str, prompt: Prompt, *, max_tokens: int = 16) -> None:
     llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, sampling(max_tokens))
 
 
-def step_until(llm: LLM, condition: Callable[[], bool], *, seconds: float = 20.0) -> None:
+def step_until(llm: LLM, condition: Callable[[], bool], *, seconds: float = 60.0) -> None:
     """Step the engine until something has happened."""
     until = time.monotonic() + seconds
     while not condition():
@@ -246,5 +247,5 @@ def assert_told_once() -> None:
 
 def settle(llm: LLM) -> None:
     """Saves have ended, and the engine's own cache is empty."""
-    assert worker()._worker.drain(10.0)
+    assert worker()._worker.drain(60.0)
     assert llm.reset_prefix_cache()

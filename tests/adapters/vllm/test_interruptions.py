@@ -17,6 +17,7 @@ from engines import (
     core,
     generate,
     kv_bytes,
+    page_hashes,
     prompts,
     scheduler_side,
     settle,
@@ -26,12 +27,19 @@ from engines import (
 )
 from rigs import Rig, rig
 
-DEADLINE = 0.6
+DEADLINE = 3.0
+"""Long enough for a busy machine to get to the call that hangs."""
+
+OWN_SECONDS = 5.0
+"""For the engine's own work, on such a machine."""
+
+PATIENCE = {"deadline": 120.0, "lookup_deadline": 120.0}
+"""For calls that a test holds and releases."""
 
 
 @pytest.fixture(scope="module", params=["prefetch", "async"])
 def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    with rig(tmp_path_factory.mktemp("llama"), extra={"mode": request.param, "deadline": DEADLINE}) as made:
+    with rig(tmp_path_factory.mktemp("llama"), extra={"mode": request.param, **PATIENCE}) as made:
         yield made
 
 
@@ -47,27 +55,30 @@ def one(shared: Rig) -> Iterator[Rig]:
 
 def drained(one: Rig) -> None:
     """Saves have ended, and every native call has returned."""
-    assert worker()._worker.drain(10.0)
+    assert worker()._worker.drain(60.0)
     bridge = worker()._bridge
-    bridge.call(lambda: bridge.loader.drain(), 10.0)
+    bridge.call(lambda: bridge.loader.drain(), 60.0)
 
 
 def assert_unwritten_since(before: list[torch.Tensor]) -> None:
     assert all(torch.equal(now, then) for now, then in zip(kv_bytes(), before, strict=True))
 
 
-def test_a_read_that_hangs_costs_the_deadline(one: Rig) -> None:
-    (prompt,), cold = one.computed(330)
-    one.hanging.hold("read")
-    started = time.monotonic()
-    replay = generate(one.llm, [prompt])
-    assert time.monotonic() - started < DEADLINE + 0.5 + 0.5  # half a second for the engine's own work
-    assert one.hanging.held("read")
-    assert_equal(cold, replay)
-    before = kv_bytes()
-    one.hanging.release()
-    drained(one)
-    assert_unwritten_since(before)
+@pytest.mark.parametrize("mode", ["prefetch", "async"])
+def test_a_read_that_hangs_costs_the_deadline(mode: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    extra = {**PATIENCE, "mode": mode, "deadline": DEADLINE}
+    with rig(tmp_path_factory.mktemp("llama"), extra=extra) as one:
+        (prompt,), cold = one.computed(330)
+        one.hanging.hold("read")
+        started = time.monotonic()
+        replay = generate(one.llm, [prompt])
+        assert time.monotonic() - started < DEADLINE + OWN_SECONDS
+        assert one.hanging.held("read")
+        assert_equal(cold, replay)
+        before = kv_bytes()
+        one.hanging.release()
+        drained(one)
+        assert_unwritten_since(before)
 
 
 def test_an_engine_that_has_only_a_load_to_wait_for_does_not_spin(one: Rig) -> None:
@@ -83,23 +94,27 @@ def test_an_engine_that_has_only_a_load_to_wait_for_does_not_spin(one: Rig) -> N
     step_to_the_end(one.llm)
 
 
-def test_a_lookup_that_hangs_costs_its_own_deadline(one: Rig) -> None:
-    (prompt,), cold = one.computed(330)
-    one.hanging.hold("exists")
-    started = time.monotonic()
-    replay = generate(one.llm, [prompt])
-    assert time.monotonic() - started < DEADLINE + 0.5 + 0.5
-    assert replay[0].cached_tokens == 0
-    assert_equal(cold, replay)
+@pytest.mark.parametrize("mode", ["prefetch", "async"])
+def test_a_lookup_that_hangs_costs_its_own_deadline(mode: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    extra = {**PATIENCE, "mode": mode, "lookup_deadline": DEADLINE}
+    with rig(tmp_path_factory.mktemp("llama"), extra=extra) as one:
+        (prompt,), cold = one.computed(330)
+        one.hanging.hold("exists")
+        started = time.monotonic()
+        replay = generate(one.llm, [prompt])
+        assert time.monotonic() - started < DEADLINE + OWN_SECONDS
+        assert replay[0].cached_tokens == 0
+        assert_equal(cold, replay)
+        one.hanging.release()
 
 
 def test_an_aborted_request_takes_no_bytes_any_more(one: Rig) -> None:
     (prompt, other), cold = one.computed(330, 300)
-    one.hanging.hold("read", lambda keys: True)
+    one.hanging.hold("read")
     add(one.llm, "aborted", prompt)
     step_until(one.llm, lambda: one.hanging.held("read") > 0)
     one.llm.llm_engine.abort_request(["aborted"])
-    one.hanging.hold("exists")  # the other one is computed, into whatever blocks are free
+    one.faults.gone_at_admission.update(page_hashes(other))  # it is computed, into whatever blocks are free
     replay = generate(one.llm, [other])
     assert_equal(cold[1:], replay)
     step_to_the_end(one.llm)
@@ -111,7 +126,7 @@ def test_an_aborted_request_takes_no_bytes_any_more(one: Rig) -> None:
 
 
 def test_an_aborted_request_gives_its_blocks_back_at_once(tmp_path_factory: pytest.TempPathFactory) -> None:
-    with rig(tmp_path_factory.mktemp("llama"), extra={"mode": "async", "deadline": 60.0}) as one:
+    with rig(tmp_path_factory.mktemp("llama"), extra={"mode": "async", **PATIENCE}) as one:
         (prompt,), _ = one.computed(330)
         one.hanging.hold("read")
         add(one.llm, "aborted", prompt)
@@ -119,7 +134,10 @@ def test_an_aborted_request_gives_its_blocks_back_at_once(tmp_path_factory: pyte
         one.llm.llm_engine.abort_request(["aborted"])
         one.hanging.hold("exists")
         add(one.llm, "other", prompts(40, seed=9)[0])  # only a request that is there makes the engine step
-        step_until(one.llm, lambda: not core(one.llm).scheduler.requests)
+        known = core(one.llm).scheduler.requests
+        step_until(one.llm, lambda: not any(name.startswith("aborted") for name in known))
+        one.hanging.release("exists")
+        step_until(one.llm, lambda: not known)
         assert one.llm.reset_prefix_cache()
         before = kv_bytes()
         one.hanging.release()
@@ -161,7 +179,7 @@ def test_puts_that_hang_hold_no_block_and_no_request(one: Rig) -> None:
     one.hanging.hold("put_start")
     started = time.monotonic()
     answers = generate(one.llm, prompts(300, 301, 302, 303, 304, 305, 306, 307, seed=77))
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 20  # a save has 30
     assert one.llm.reset_prefix_cache()
     one.hanging.release()
     settle(one.llm)
@@ -198,7 +216,7 @@ def test_preempted_requests_resume_from_what_was_saved(mode: str, tmp_path_facto
 def test_blocks_of_preempted_requests_are_not_written_late(mode: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     """What was preempted is looked up again; its reads hang, and return when its blocks have been computed."""
     lengths = (200, 210, 220, 230)
-    extra = {"mode": mode, "deadline": DEADLINE, "prefetch_ttl": 0}
+    extra = {**PATIENCE, "mode": mode, "deadline": DEADLINE}
     with rig(tmp_path_factory.mktemp("llama"), extra=extra, num_gpu_blocks_override=36, max_num_seqs=4) as one:
         expected = generate(one.llm, prompts(*lengths, seed=31), max_tokens=200)
         settle(one.llm)
@@ -206,7 +224,7 @@ def test_blocks_of_preempted_requests_are_not_written_late(mode: str, tmp_path_f
         one.hanging.hold("read", lambda keys: any(r.num_preemptions for r in list(scheduler.requests.values())))
         assert_equal(expected, generate(one.llm, prompts(*lengths, seed=31), max_tokens=200))
         assert one.hanging.held("read")
-        assert worker()._worker.drain(10.0)
+        assert worker()._worker.drain(60.0)
         before = kv_bytes()
         one.hanging.release()
         drained(one)
@@ -245,11 +263,11 @@ def test_saves_have_read_their_blocks_when_their_step_ends_where_new_blocks_are_
 
 @pytest.mark.parametrize("mode", ["prefetch", "async"])
 def test_shutdown_in_mid_load_is_bounded(mode: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    with rig(tmp_path_factory.mktemp("llama"), extra={"mode": mode, "deadline": 60.0}) as one:
+    with rig(tmp_path_factory.mktemp("llama"), extra={"mode": mode, **PATIENCE}) as one:
         (prompt,), _ = one.computed(330)
         one.hanging.hold("read")
         add(one.llm, "in flight", prompt)
         step_until(one.llm, lambda: one.hanging.held("read") > 0)
         started = time.monotonic()
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 60
     one.hanging.release()

@@ -15,13 +15,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from softload.adapters.vllm import SoftloadConnector
 from softload.adapters.vllm.messages import Orders
 
-DEADLINE = 0.6
+DEADLINE = 3.0
+"""Long enough for a busy machine to get to the call that hangs."""
 
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    extra = {"mode": "layerwise", "deadline": DEADLINE}
-    with rig(tmp_path_factory.mktemp("llama"), extra=extra, async_scheduling=False) as made:
+    with rig(tmp_path_factory.mktemp("llama"), extra={"mode": "layerwise"}, async_scheduling=False) as made:
         yield made
 
 
@@ -84,7 +84,7 @@ def test_what_is_computed_from_blocks_that_failed_is_not_saved(one: Rig, monkeyp
 
     def save_at_once(orders: Orders) -> None:  # before the next step computes the same blocks again
         start_saves(orders)
-        assert half.drain(10.0)
+        assert half.drain(60.0)
 
     monkeypatch.setattr(half, "start_saves", save_at_once)
     orders = one.orders()
@@ -110,21 +110,6 @@ def test_requests_that_share_blocks_which_fail(one: Rig) -> None:
     assert_equal(cold, generate(one.llm, family))
 
 
-def test_a_read_that_hangs_costs_the_deadline(one: Rig) -> None:
-    (prompt,), cold = one.computed(330)
-    one.hanging.hold("read")
-    started = time.monotonic()
-    replay = generate(one.llm, [prompt])
-    assert time.monotonic() - started < DEADLINE + 0.5 + 0.5  # half a second for the engine's own work
-    assert one.hanging.held("read")
-    assert_equal(cold, replay)
-    before = kv_bytes()
-    one.hanging.release()
-    bridge = worker()._bridge
-    bridge.call(lambda: bridge.loader.drain(), 10.0)
-    assert all((now == then).all() for now, then in zip(kv_bytes(), before, strict=True))
-
-
 def test_an_engine_whose_failures_would_come_too_late_is_refused(one: Rig) -> None:
     connector = core(one.llm).scheduler.connector
     config = copy.copy(connector._vllm_config)
@@ -132,3 +117,20 @@ def test_an_engine_whose_failures_would_come_too_late_is_refused(one: Rig) -> No
     config.scheduler_config.async_scheduling = True
     with pytest.raises(ValueError, match="--no-async-scheduling"):
         SoftloadConnector(config, KVConnectorRole.SCHEDULER, connector._kv_cache_config)
+
+
+def test_a_read_that_hangs_costs_the_deadline(tmp_path_factory: pytest.TempPathFactory) -> None:
+    extra = {"mode": "layerwise", "deadline": DEADLINE, "lookup_deadline": DEADLINE}
+    with rig(tmp_path_factory.mktemp("llama"), extra=extra, async_scheduling=False) as one:
+        (prompt,), cold = one.computed(330)
+        one.hanging.hold("read")
+        started = time.monotonic()
+        replay = generate(one.llm, [prompt])
+        assert time.monotonic() - started < DEADLINE + 5.0  # the rest is for the engine's own work, on a busy machine
+        assert one.hanging.held("read")
+        assert_equal(cold, replay)
+        before = kv_bytes()
+        one.hanging.release()
+        bridge = worker()._bridge
+        bridge.call(lambda: bridge.loader.drain(), 60.0)
+        assert all((now == then).all() for now, then in zip(kv_bytes(), before, strict=True))

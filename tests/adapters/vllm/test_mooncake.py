@@ -9,7 +9,8 @@ from owner_faults import FAULTS, STRUCK, strike
 pytestmark = pytest.mark.mooncake
 pytest.importorskip("mooncake.store", exc_type=ImportError)
 
-DEADLINE = 1.0
+DEADLINE = 3.0
+"""Long enough for a busy machine to restore what there is; and so that paying it twice would be seen."""
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -21,4 +22,4 @@ def test_a_fault_in_mid_run(fault: str, tmp_path_factory: pytest.TempPathFactory
     print(f"{fault}: at most {added * 1000:.0f} ms longer than computing; misses {dict(run.missed)}")
     # While an owner is frozen, Mooncake's reads from it spin; `stuck_threads` bounds how many, so that the engine can
     # compute beside them.
-    assert added <= DEADLINE + 0.5
+    assert added <= DEADLINE + 2.5  # the rest is for the engine's own work, on such a machine

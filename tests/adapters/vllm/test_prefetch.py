@@ -26,6 +26,7 @@ from engines import (
 from hooked_connector import HookedConnector, page_of
 from rigs import Rig, rig
 
+from softload import saving
 from softload.adapters.vllm.messages import Orders, PlaceOrder
 
 
@@ -88,7 +89,7 @@ def test_a_request_whose_bytes_have_not_landed_holds_no_block_and_others_pass(
     assert one.hanging.held(held)
     assert "waits" not in answers
     assert len(questions) > len(others)
-    assert statistics.median(questions) < 0.01  # a question that waits would do so every time
+    assert statistics.median(questions) < 0.1  # a question that waits would do so every time
     one.hanging.release()
     while one.llm.llm_engine.has_unfinished_requests():
         step()
@@ -150,7 +151,7 @@ def test_what_the_engine_still_has_is_not_loaded(one: Rig) -> None:
 def test_a_placement_of_what_is_not_there_any_more_is_told_as_failed(one: Rig) -> None:
     half = worker()._worker
     half.start_loads(Orders(places=[PlaceOrder(("nobody", 0), ((5, 6),))]))
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while not (told := half._outbox.take_received())[0]:
         assert time.monotonic() < until
         time.sleep(0.001)
@@ -188,7 +189,10 @@ def test_nothing_is_left_behind(one: Rig) -> None:
     assert not scheduler_side(one.llm)._unstaged
 
 
-def test_what_is_larger_than_the_landing_memory_loads_into_blocks(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_what_is_larger_than_the_landing_memory_loads_into_blocks(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving, "_GRANT_SECONDS", 60.0)  # an eighth of it is for saves, which take turns
     with rig(tmp_path_factory.mktemp("llama"), extra={"landing_bytes": "512KiB"}) as small:
         asked, cold = small.computed(330, 100)
         orders = small.orders()
