@@ -79,7 +79,7 @@ class UnitRun:
         self.wants = UnitPages(context, unit)
         self.progress = UnitProgress(context, unit.request_id, on_layers)
         share = Share.PREFETCH if mode is Mode.PREFETCH else Share.STREAMING
-        self._fetches = UnitFetches(context, self.wants, self, share)
+        self._fetches = UnitFetches(context, self.wants, self, share, layer_seconds)
         self._planning = UnitPlanning(context, self.wants, self._fetches, self, share, layer_seconds)
         self.admission = UnitAdmission(
             context, self.wants, self._fetches, self._planning, self, turn, is_streaming=mode is Mode.STREAM

@@ -34,16 +34,19 @@ class UnitFetches:
         pages: what the unit wants; told what cannot be had.
         listener: told when a fetch changes.
         share: whose landing memory it uses.
+        layer_seconds: what the forward takes for a layer, as far as the engine says.
     """
 
-    def __init__(self, context: Context, pages: UnitPages, listener: UnitListener, share: Share) -> None:
+    def __init__(
+        self, context: Context, pages: UnitPages, listener: UnitListener, share: Share, layer_seconds: float = 0.0
+    ) -> None:
         self._context = context
         self._pages = pages
         self._listener = listener
         self._share = share
         self.held = UnitHoldings()
         """Which of them serves which page."""
-        self.loans = UnitLoans(context, pages, self.held, listener)
+        self.loans = UnitLoans(context, pages, self.held, listener, layer_seconds)
         self._replaced: list[Fetch] = []
         self._is_marked = False
         """Whether what was found while joining costs pages, or their draft."""

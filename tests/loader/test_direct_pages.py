@@ -128,20 +128,27 @@ async def test_who_wants_a_way_of_reading_gets_it(read_mode: ReadMode) -> None:
 
 
 @pytest.mark.parametrize(
-    ("width", "draft", "is_direct"),
-    [(64, None, False), (16 << 10, None, True), (16 << 10, DraftMode.SIDECAR, True), (7 << 10, None, False)],
-    ids=["small", "large", "a small draft beside large", "smaller than that"],
+    ("width", "draft", "layer_us", "is_direct"),
+    [
+        pytest.param(64, None, 0, False, id="small"),
+        pytest.param(16 << 10, None, 0, True, id="large"),
+        pytest.param(16 << 10, DraftMode.SIDECAR, 0, True, id="a small draft beside large"),
+        pytest.param(3 << 10, None, 0, False, id="smaller than that"),
+        pytest.param(3 << 10, None, 20, False, id="a fast forward"),
+        pytest.param(3 << 10, None, 40, True, id="a slow forward"),
+    ],
 )
 async def test_small_objects_land(
-    width: int, draft: DraftMode | None, is_direct: bool, monkeypatch: pytest.MonkeyPatch
+    width: int, draft: DraftMode | None, layer_us: int, is_direct: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are not worth so many questions."""
+    """They are not worth so many questions, unless the forward hides them."""
     monkeypatch.undo()
     pools = make_pools(width=width, layers=16, pages=2 * PAGES, draft=draft)
     recording = RecordingStore(lending_store())
     async with opened(recording, pools, **PAGE, landing_bytes=16 << 20) as loader:
         await put(loader, pools, keys(PAGES))
-        assert_outcome((await load(loader, pools.unit("a", keys(PAGES), range(PAGES))))["a"], PAGES)
+        async with loader.load([pools.unit("a", keys(PAGES), range(PAGES))], layer_seconds=layer_us * 1e-6) as handle:
+            assert_outcome((await handle.report()).outcomes["a"], PAGES)
         pools.assert_restored(keys(PAGES), range(PAGES))
         assert (recording.count("read") + recording.count("read_ranges") == 0) == is_direct
         assert (loader.statistics().bytes_direct > 0) == is_direct
