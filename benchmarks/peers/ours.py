@@ -66,6 +66,11 @@ class ClockedStore(EmbeddedMooncakeStore):
         with self.spans.measured(), self.asking.measured():
             return super().descriptors(keys)
 
+    def exists(self, keys: Sequence[str]) -> Sequence[bool | PageStatus]:
+        """Whether objects are there."""
+        with self.spans.measured():
+            return super().exists(keys)
+
     def session_start(self, keys: Sequence[str]) -> Sequence[Answer]:
         """Leases for ranges."""
         with self.spans.measured():

@@ -79,7 +79,7 @@ class LoaderConfig:
         read_lanes: reads of the store at a time; late ones do not count for other endpoints, within `stuck_threads`.
         endpoint_lanes: reads of one endpoint at a time, late ones not counted, within `read_lanes`; a unit's first one,
             which brings its first layers, runs alone. With 1 or 2 so does each ranged one, and a unit's large reads
-            from a slow endpoint go one at a time; in both cases but for ranges, or objects, of less than 40 KiB. More
+            from a slow endpoint go one at a time, in both cases but for ranges, or objects, of less than 40 KiB. More
             are faster where an owner has links or processors to spare.
         write_lanes: writes to the store at a time.
         control_lanes: lookups, admissions and other small calls at a time.

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
 import anyio
 
+from softload.callbacks import tell_loop
 from softload.config import Integrity, Layout, LoaderConfig, ReadMode
 from softload.connection import Connection
 from softload.errors import LoaderClosedError
@@ -35,6 +38,9 @@ from softload.transfer import PoolName
 __all__ = ["Context", "PlannedPages", "PromisedKeys"]
 
 T = TypeVar("T")
+
+_LEND_SECONDS = 0.5
+"""For which answers wait for the store to find out whether it lends what is there: that reads one object."""
 
 _FAIR_SECONDS = 0.05
 """A call to the master that its caller gave up on sooner says nothing about the master."""
@@ -77,7 +83,9 @@ class PlannedPages:
     def discard(self, unit: object) -> None:
         """It has planned all, or wants nothing any more."""
         pages = self._units.pop(unit, None)
-        if pages is not None:
+        if not self._units:
+            self._counts.clear()
+        elif pages is not None:
             self._counts.subtract(pages)
             for page in pages:
                 if not self._counts[page]:
@@ -124,6 +132,7 @@ class Context:
     """Of callers in tasks that are not the loader's own; closing ends them."""
     closing: bool = False
     small_questions: SmallQuestions = field(init=False)
+    lending: CallGroup = field(default_factory=lambda: CallGroup("lending", width=1, max_stuck=1))
     lender: Lender = field(init=False)
 
     def __post_init__(self) -> None:
@@ -135,12 +144,13 @@ class Context:
             self.calls,
             lease_ttl=self.connection.lease_ttl,
             is_wanted=config.direct_reads and is_checked and self.pools.device.type == "cpu",
+            apart=partial(self._apart, asyncio.get_running_loop()),
         )
         self.small_questions = SmallQuestions(self.control, self.describe, self.health.master_came_late)
 
     def groups(self) -> Iterator[CallGroup]:
         """All threads for blocking calls."""
-        yield from (self.control, self.compute, self.fences, self.writes)
+        yield from (self.control, self.compute, self.fences, self.writes, self.lending)
         yield self.reader.group
         yield from self.sessions.groups()
         yield from self.connection.groups()
@@ -186,6 +196,19 @@ class Context:
         answers = self.calls.descriptors(keys)
         self.lender.learn(keys, answers)
         return answers
+
+    def _apart(self, loop: asyncio.AbstractEventLoop, ask: Callable[[], None]) -> None:
+        ended = threading.Event()
+
+        async def wait() -> None:
+            try:
+                with anyio.move_on_after(_LEND_SECONDS), suppress(RefusedError):
+                    await self.lending.run(ask)
+            finally:
+                ended.set()
+
+        if tell_loop(loop, lambda: None if self.closing else self.spawn(wait)):
+            ended.wait(_LEND_SECONDS)
 
     async def ask_master(
         self, function: Callable[[], list[T | PageStatus]], count: int, until: float

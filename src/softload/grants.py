@@ -21,7 +21,7 @@ class Grant(Collection[str]):
 
     def __init__(self, keys: Iterable[str] = (), segments: Sequence[Segment] = ()) -> None:
         self._keys = list(keys)
-        self._positions = dict(zip(self._keys, count(), strict=False))
+        self._known_positions: dict[str, int] | None = None
         self._segments = list(segments)
         self._starts = list(accumulate((segment.count for segment in segments[:-1]), initial=0)) if segments else []
 
@@ -60,6 +60,13 @@ class Grant(Collection[str]):
         self._starts[index : index + 1] = [at for at, _, _ in left]
         self._segments[index : index + 1] = [segment.piece(begin, stop - begin) for _, begin, stop in left]
         return segment.piece(first, end - first) if left else segment
+
+    @property
+    def _positions(self) -> dict[str, int]:
+        """Of all keys; made when they are first asked for, which they never are where all is lent after all."""
+        if self._known_positions is None:
+            self._known_positions = dict(zip(self._keys, count(), strict=False))
+        return self._known_positions
 
     def _find(self, key: str) -> int | None:
         """In which of the segments that are left the memory of a key lies."""

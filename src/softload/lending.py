@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -42,10 +43,20 @@ class Lender:
         lease_ttl: seconds for which an object stays where it is after it was asked for.
         is_wanted: whether anything is to be copied from the store's memory at all.
         clock: what leases are measured with.
+        apart: on a thread, runs what the store may be stuck in on another one, and waits a moment for it.
     """
 
-    def __init__(self, calls: StoreCalls, *, lease_ttl: float, is_wanted: bool, clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self,
+        calls: StoreCalls,
+        *,
+        lease_ttl: float,
+        is_wanted: bool,
+        clock: Clock = time.monotonic,
+        apart: Callable[[Callable[[], None]], object] = lambda ask: ask(),
+    ) -> None:
         self._calls = calls
+        self._apart = apart
         self.clock = clock
         self.lease_ttl = lease_ttl
         self.is_wanted = is_wanted and calls.may_lend
@@ -65,10 +76,12 @@ class Lender:
     def learn(self, keys: Sequence[str], answers: Sequence[Descriptor | PageStatus]) -> None:
         """On the thread that has just asked for these descriptors: whether the store lends what is at new endpoints.
 
-        That takes a read of one object, once in a while for each endpoint.
+        That takes a read of one object, once in a while for each endpoint; apart, for it may be read from another one,
+        and the answers are here.
         """
         if not self.is_wanted:
             return
+        unknown: list[tuple[str, Descriptor]] = []
         for endpoint in {answer.endpoint for answer in answers if isinstance(answer, Descriptor)}:
             now = self.clock()
             if endpoint in self._lent or self._ask_at.get(endpoint, now) > now:
@@ -78,12 +91,18 @@ class Lender:
             self._ask_at[endpoint] = now + _AGAIN_SECONDS
             for key, answer in zip(keys, answers, strict=True):
                 if isinstance(answer, Descriptor) and answer.endpoint == endpoint:
-                    lent = self._calls.lend(key, answer)
-                    if lent is not None:
-                        self._lent[endpoint] = Arena.of_others(lent)
-                        for oldest in list(self._lent)[:-_MOST_LENT]:
-                            self._lent.pop(oldest, None)
+                    unknown.append((key, answer))
                     break
+        if unknown:
+            self._apart(partial(self._ask, unknown))
+
+    def _ask(self, objects: Sequence[tuple[str, Descriptor]]) -> None:
+        for key, descriptor in objects:
+            lent = self._calls.lend(key, descriptor)
+            if lent is not None:
+                self._lent[descriptor.endpoint] = Arena.of_others(lent)
+                for oldest in list(self._lent)[:-_MOST_LENT]:
+                    self._lent.pop(oldest, None)
 
     def runs(self, places: Sequence[object], size: int, parts: int) -> Iterator[tuple[int, Segment]]:
         """Those of these objects that can be copied from where they lie, as `(index of the first, segment)`.

@@ -317,6 +317,9 @@ class UnitRun:
     def _finish(self) -> None:
         """Account for every page and slot, once."""
         restored = self._layers.restored
+        late = self.progress.late
+        if restored or not self.is_over:  # else all was let go: why it failed before says more
+            late = self.progress.late_failure(restored, self.wants.status_of(restored) or self._reason)
         self.progress.end()
         self._planning.let_go_all(keep=self._mode is not Mode.STREAM)
         if self._reserved:
@@ -329,7 +332,7 @@ class UnitRun:
             draft_pages=min(self._layers.draft_restored, restored),
             prefill_from_page=restored,
             pages=tuple(self.wants.outcomes(restored, self._reason)),
-            late_failure=self.progress.late,
+            late_failure=late,
         )
         if self._mode is not Mode.PREFETCH:
             landed = self.landed_pages if self._mode is Mode.PLACE else self.outcome.requested_pages
@@ -369,5 +372,5 @@ class UnitRun:
 
     def _fail_after_admission(self) -> None:
         # A prefetch has given the engine nothing to compute with.
-        if self._mode is not Mode.PREFETCH and not (self.progress.failure and self.is_over):  # that is told already
+        if self._mode is not Mode.PREFETCH and self.progress.failure is None:
             self.progress.fail(self.pages, self.wants.status_of(self.pages) or self._reason)

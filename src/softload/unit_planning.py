@@ -245,6 +245,9 @@ class UnitPlanning:
             otherwise = column.spec.size
             for pages in self._held.unlent(column, self._pages.pages_of(column)):
                 keys = column.keys[pages.start : pages.stop]
+                if not descriptors:  # none is known yet
+                    sizes.update(dict.fromkeys(keys, otherwise))
+                    continue
                 found = map(descriptors.get, keys)
                 sizes.update(zip(keys, [otherwise if each is None else each.size for each in found], strict=True))
         return sizes

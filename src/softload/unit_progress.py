@@ -55,19 +55,18 @@ class UnitProgress:
         self._on_layers(self._request_id, layers)
 
     def fail(self, pages: int, status: PageStatus) -> None:
-        """Only `pages` of what was admitted are good: what the engine computes with the others must not be used.
-
-        Where it has failed before these are fewer still: one late failure, of the first page that is missed in the end.
-        """
-        if self.failure is not None:
-            if self.late is not None:
-                self.late = replace(self.late, page=pages, status=status)
-            return
+        """Only `pages` of what was admitted are good: what the engine computes with the others must not be used."""
         self.failure = status
         if self.layers_given:
             self.late = LateFailure(pages, min(self.layers, self._num_layers - 1), status)
             self._counters.late_failures += 1
         self.end()
+
+    def late_failure(self, pages: int, status: PageStatus) -> LateFailure | None:
+        """The late failure, if any, where only so many pages were restored: others may have failed after the first."""
+        if self.late is None or pages >= self.late.page:
+            return self.late
+        return replace(self.late, page=pages, status=status)
 
     def end(self) -> None:
         """It holds no layer up any more."""

@@ -13,7 +13,7 @@ import pytest
 from softload import PageStatus, health
 from softload.testing import Moment
 
-from ..loader.harness import assert_outcome, keys, load, make_pools, missed, put, settle
+from ..loader.harness import assert_outcome, eventually, keys, load, make_pools, missed, put, settle
 from .rig import MODE_IDS, MODES, Rig, Watch, cluster, recovered
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.mooncake]
@@ -55,22 +55,22 @@ async def test_an_owner_lost_in_mid_stream_costs_its_own_pages(
 
         struck = rig.moments.at(Moment.READ, strike, when=lambda read: not set(read).isdisjoint(last_layer))
         watch = Watch()
-        async with loader.load([pools.unit("mixed", mixed, range(4), deadline=1.0)]) as handle:
+        async with loader.load([pools.unit("mixed", mixed, range(4), deadline=3.0)]) as handle:
             if layered:
                 assert "mixed" in (await handle.layer(0)).live
             given.set()
             await rig.in_thread(struck.wait, 10)
             struck_watch = Watch()
-            other = (await load(loader, pools.unit("healthy", healthy, range(8, 10), deadline=10.0)))["healthy"]
+            other = (await load(loader, pools.unit("healthy", healthy, range(8, 10), deadline=20.0)))["healthy"]
             other_seconds = struck_watch.seconds
             outcome = (await handle.report()).outcomes["mixed"]
             answered, calls_out = watch.seconds, rig.embedded.calls_out
         report(f"owner {how}", answered_s=answered, healthy_load_s=other_seconds, calls_out=calls_out)
         assert answered < 15.0
-        assert other_seconds < 0.9, "the healthy owner's pages did not wait for the other's"
+        assert other_seconds < 2.5, "the healthy owner's pages did not wait for the other's"
         if how == "freeze":
             assert calls_out > 0, "answered before the native call returned"
-            assert answered >= 1.0
+            assert answered >= 3.0
         assert_outcome(outcome, 2)
         assert missed(outcome)[0] in LOST
         assert (outcome.late_failure is not None) is layered
@@ -91,7 +91,7 @@ async def test_an_owner_lost_in_mid_stream_costs_its_own_pages(
         report(f"owner {how}", recovered_s=watch.seconds)
         pools.assert_rows_kept(range(80, 144))
         await settle(loader)
-        assert loader.statistics().stuck_threads == 0
+        await eventually(lambda: loader.statistics().stuck_threads == 0)
 
 
 async def _answered_from_memory(rig: Rig, lost: list[str], report: Callable[..., None]) -> None:
@@ -124,7 +124,7 @@ async def test_stuck_threads_are_replaced_up_to_a_bound_and_then_loads_are_shed(
 ) -> None:
     monkeypatch.setattr(health, "_SILENT_SECONDS", 60.0)  # else only one load would be lost to the owner
     pools = make_pools(pages=96, layers=1, width=1024)
-    async with cluster(owners=1, pools=pools, deadline=0.4, read_batch_objects=1, stuck_threads=3, read_lanes=2) as rig:
+    async with cluster(owners=1, pools=pools, deadline=1.5, read_batch_objects=1, stuck_threads=3, read_lanes=2) as rig:
         loader = rig.loader
         await put(loader, pools, keys(16))
         rig.owners[0].freeze()
@@ -136,10 +136,10 @@ async def test_stuck_threads_are_replaced_up_to_a_bound_and_then_loads_are_shed(
         outcome = (await load(loader, pools.unit("c", keys(16), range(16))))["c"]
         report("load with every thread stuck", ms=watch.seconds * 1e3)
         assert_outcome(outcome, 0, PageStatus.SHED)
-        assert watch.seconds < 0.3
+        assert watch.seconds < 1.0
         rig.owners[0].thaw()
         await _all_returned(rig)
-        outcome = (await load(loader, pools.unit("d", keys(16), range(16), deadline=10.0)))["d"]
+        outcome = (await load(loader, pools.unit("d", keys(16), range(16), deadline=20.0)))["d"]
         assert_outcome(outcome, 16)
         pools.assert_restored(keys(16), range(16))
         await settle(loader)
@@ -150,20 +150,20 @@ async def test_the_next_load_from_a_frozen_owner_does_not_wait_and_a_thawed_one_
 ) -> None:
     # Mooncake places each object at random: a page's two are both with one owner for a quarter of the pages.
     pools = make_pools(pages=256, layers=2, width=4096)
-    async with cluster(pools=pools, deadline=10.0) as rig:
+    async with cluster(pools=pools) as rig:
         loader = rig.loader
         await put(loader, pools, keys(192))
         frozen, well = await rig.where(keys(192))
         assert len(frozen) >= 8 and len(well) >= 2
         assert_outcome((await load(loader, pools.unit("warm", frozen[:2], range(2))))["warm"], 2)
         rig.owners[0].freeze()
-        first = (await load(loader, pools.unit("first", frozen[2:4], range(2), deadline=1.0)))["first"]
+        first = (await load(loader, pools.unit("first", frozen[2:4], range(2), deadline=3.0)))["first"]
         assert_outcome(first, 0, PageStatus.TIMED_OUT)
         watch = Watch()
-        second = (await load(loader, pools.unit("second", frozen[4:6], range(2), deadline=5.0)))["second"]
+        second = (await load(loader, pools.unit("second", frozen[4:6], range(2))))["second"]
         seconds = watch.seconds
         assert_outcome(second, 0, PageStatus.SUPPRESSED)
-        assert seconds < 0.3
+        assert seconds < 5.0, "it has 20 s"
         assert_outcome((await load(loader, pools.unit("well", well[:2], range(2))))["well"], 2)
         rig.owners[0].thaw()
         watch = Watch()
@@ -173,12 +173,12 @@ async def test_the_next_load_from_a_frozen_owner_does_not_wait_and_a_thawed_one_
             unit = pools.unit("again", wanted, range(6))
             return (await load(loader, unit))["again"].restored_pages == 6
 
-        with anyio.fail_after(10):
+        with anyio.fail_after(30):
             while not await restored():  # noqa: ASYNC110  # nothing signals the end of a cool-down
                 await anyio.sleep(0.01)
         report("load after a frozen owner's first time-out", ms=seconds * 1e3, restored_after_thaw_s=watch.seconds)
-        assert watch.seconds < 3.0
+        assert watch.seconds < 10.0
         pools.assert_restored(wanted, range(6))
         assert loader.statistics().open_breakers == ()
         await settle(loader)
-        assert loader.statistics().stuck_threads == 0
+        await eventually(lambda: loader.statistics().stuck_threads == 0)

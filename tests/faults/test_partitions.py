@@ -50,5 +50,5 @@ def test_owners_and_master_are_cut_off_and_join_again(report: Callable[..., None
     assert figures["then_status"] == "suppressed", "half a second's silence is enough"
     assert figures["master_lookup_s"] < 5.0
     assert figures["master_breakers"] == ["master"]
-    assert figures["master_open_p50_ms"] < 10
+    assert figures["master_open_p50_ms"] < 100
     assert figures["close_s"] < 10

@@ -55,7 +55,7 @@ async def test_a_cluster_serves_others_at_once_when_a_loader_is_killed(report: C
                 outcome = (await load.report()).outcomes["other"]
             report("load of a killed loader's pages", seconds=watch.seconds)
             assert outcome.restored_pages == loading_script.PAGES
-            assert watch.seconds < 5.0
+            assert watch.seconds < 15.0
     finally:
         if script.poll() is None:
             os.kill(script.pid, signal.SIGKILL)

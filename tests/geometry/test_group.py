@@ -143,6 +143,19 @@ def test_resolve_refuses(sparse_group: DevicePoolGroup, components: list[Compone
         sparse_group.resolve(components)
 
 
+def test_pools_of_one_source_have_the_same_rows_each_within_its_own_bounds(make_pool: Any) -> None:
+    pools = [
+        make_pool(KV),
+        make_pool(INDEXER, KV, widths=(2,), rows_are_pages=True, pages=4, layer_mapping={1: 0}),
+        make_pool(C4, KV, widths=(3,), layer_mapping={1: 0}, rows_are_pages=True),
+    ]
+    group = DevicePoolGroup(pools, 2, 4)
+    for resolved in group.resolve([component(KV, first=2)]):
+        assert resolved.rows is not None and resolved.rows.tolist() == [2, 3]
+    with pytest.raises(ValueError, match=re.escape("pool indexer: expected page rows in [0, 4), got 4 for page 1")):
+        group.resolve([component(KV, first=3)])
+
+
 def test_rows_of_their_own(make_pool: Any) -> None:
     """A hybrid's state has one row a page, named by slots of its own."""
     group = DevicePoolGroup([make_pool(KV), make_pool(MAMBA, MAMBA, rows_are_pages=True)], 2, 4)

@@ -237,7 +237,7 @@ def any_of(*page_keys: str) -> Callable[[Sequence[str]], bool]:
 
 async def arrived(hanging: HangingStore, method: str, calls: int = 1) -> None:
     """Wait until `calls` calls are held at `method`."""
-    assert await anyio.to_thread.run_sync(lambda: hanging.wait_held(method, calls)), f"{method} was not called"
+    assert await anyio.to_thread.run_sync(lambda: hanging.wait_held(method, calls, 30.0)), f"{method} was not called"
 
 
 @asynccontextmanager
@@ -280,7 +280,7 @@ def hold_copies(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> tuple[th
     return begun, may_run
 
 
-async def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+async def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     """Wait for what a thread or a background task brings about, and nothing signals."""
     with anyio.fail_after(seconds):
         while not condition():  # noqa: ASYNC110
@@ -308,7 +308,7 @@ async def timed_out(
 
 async def settle(loader: PageLoader) -> None:
     """Wait until nothing is under way, then check that nothing is held."""
-    with anyio.fail_after(10):
+    with anyio.fail_after(30):
         await loader.drain()
     await eventually(lambda: not loader.statistics().open_sessions)
     assert_idle(loader)

@@ -37,7 +37,7 @@ async def test_two_who_drain_are_both_answered() -> None:
         outcome = await timed_out(loader, hanging, "read", pools.unit("a", keys(3), range(3)))
         assert_outcome(outcome, 0, PageStatus.TIMED_OUT)
         assert loader.statistics().quarantined_bytes
-        with anyio.fail_after(10):
+        with anyio.fail_after(30):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(loader.drain)
                 tasks.start_soon(loader.drain)
@@ -50,7 +50,7 @@ async def test_closing_answers_who_drains(quick_close: None) -> None:
     pools = make_pools()
     hanging = HangingStore(store())
     try:
-        with anyio.fail_after(10):
+        with anyio.fail_after(30):
             async with anyio.create_task_group() as tasks, PageLoader(hanging, pools.group, config=config()) as loader:
                 await put(loader, pools, keys(3))
                 hanging.hold("read")

@@ -44,8 +44,8 @@ async def test_a_page_that_hangs_costs_the_pages_from_it_on(mode: dict[str, str]
         await put(loader, pools, keys(4))
         hanging.hold(method, any_of(f"k{page}"))
         started = anyio.current_time()
-        outcome = (await load(loader, pools.unit("a", keys(4), range(4), deadline=0.4)))["a"]
-        assert 0.4 <= anyio.current_time() - started < 3.0
+        outcome = (await load(loader, pools.unit("a", keys(4), range(4), deadline=1.0)))["a"]
+        assert 1.0 <= anyio.current_time() - started < 10.0
         assert_outcome(outcome, page, PageStatus.TIMED_OUT)
         assert outcome.late_failure is None
         pools.assert_restored(keys(page), range(page))
@@ -71,7 +71,7 @@ async def test_time_out_after_layers_were_given_is_late(mode: dict[str, str]) ->
         async with loader.load([pools.unit("a", keys(4), range(4))]) as handle:
             assert (await handle.layer(1)).live == {"a"}
             end_time_of(loader, "a")
-            with anyio.fail_after(2):
+            with anyio.fail_after(15):
                 ready = await handle.layer(LAYERS - 1)
             assert ready.failed == {"a": PageStatus.TIMED_OUT}
             outcome = (await handle.report()).outcomes["a"]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import structlog
 
-from softload import PageLoader, PageStatus, PageStore, events, lending, unit_copies, unit_layers
+from softload import PageLoader, PageStatus, PageStore, context, events, lending, unit_copies, unit_layers
 from softload.copies import Copy, execute
 from softload.geometry import DraftMode
 from softload.landing import LandingMemory
@@ -97,6 +97,33 @@ def put_object(memory: MemoryStore, key: str, data: np.ndarray[Any, np.dtype[np.
     assert memory.put_start([key], [data.size]) == [0]
     assert memory.put_write([key], [data.ctypes.data], [data.size]) == [data.size]
     assert memory.put_end([key]) == [0]
+
+
+async def test_a_store_that_hangs_over_what_it_lends_keeps_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads an object to find out, and may do so from an owner that is frozen."""
+    monkeypatch.setattr(context, "_LEND_SECONDS", 0.05)
+    may_answer = threading.Event()
+
+    class Hanging(LendingWrapperStore):
+        def lend(self, key: str, descriptor: Descriptor) -> range | None:
+            assert may_answer.wait(20)
+            return super().lend(key, descriptor)
+
+    pools = make_pools()
+    async with opened(Hanging(lending_store()), pools, control_lanes=1) as loader:
+        try:
+            await put(loader, pools, keys(PAGES))
+            assert_outcome((await load(loader, pools.unit("a", keys(PAGES), range(PAGES))))["a"], PAGES)
+            assert loader.statistics().bytes_direct == 0
+            assert (await loader.lookup(pools.unit("b", keys(PAGES)))).pages == PAGES
+            assert loader.statistics().open_breakers == ()
+            may_answer.set()
+            await eventually(lambda: loader._context is not None and loader._context.lender.lends_any)
+            assert_outcome((await load(loader, pools.unit("c", keys(PAGES), range(PAGES))))["c"], PAGES)
+            assert loader.statistics().bytes_direct > 0
+            await settle(loader)
+        finally:
+            may_answer.set()
 
 
 async def test_what_the_store_lends_is_not_read() -> None:

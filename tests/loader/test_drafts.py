@@ -211,9 +211,10 @@ async def test_after_the_deadline_one_chunk_of_zeros_is_written_and_no_more() ->
     async with opened(hanging, pools, copy_chunk_bytes=3 * ROW_BYTES) as loader:
         await put(loader, pools, keys(20))
         hanging.hold("read", lambda object_keys: any("draft" in key for key in object_keys))
-        async with loader.load([pools.unit("a", keys(20), range(20), deadline=1.0)]) as handle:
+        async with loader.load([pools.unit("a", keys(20), range(20))]) as handle:
             await arrived(hanging, "read")
             assert (await handle.layer(LAYERS - 1)).live == {"a"}
+            end_time_of(loader, "a")
             assert await handle.draft() == {"a": 0}
             outcome = (await handle.report()).outcomes["a"]
         assert_outcome(outcome, 20)

@@ -23,6 +23,7 @@ from .harness import (
     arrived,
     assert_outcome,
     config,
+    end_time_of,
     eventually,
     is_of,
     keys,
@@ -162,10 +163,11 @@ async def test_a_load_that_ends_before_it_is_known_where_all_is_leaves_nothing_b
     async with opened(hanging, pools) as loader:
         await put(loader, pools, keys(PAGES))
         hanging.hold("descriptors", for_the_rest)
-        deadline = 0.3 if ends_by == "deadline" else None
-        async with loader.load([pools.unit("a", keys(PAGES), ROWS, deadline=deadline)]) as handle:
+        async with loader.load([pools.unit("a", keys(PAGES), ROWS)]) as handle:
             await handle.layer(0)
             await arrived(hanging, "descriptors")
+            if ends_by == "deadline":
+                end_time_of(loader, "a")
             if ends_by == "a cancelled unit":
                 handle._runs[0].cancel()
             if ends_by != "leaving":

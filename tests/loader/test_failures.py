@@ -20,6 +20,7 @@ from .harness import (
     any_of,
     arrived,
     assert_outcome,
+    end_time_of,
     eventually,
     from_call,
     is_of,
@@ -32,6 +33,7 @@ from .harness import (
     settle,
     store,
 )
+from .test_direct_reads import object_keys
 
 pytestmark = pytest.mark.asyncio
 
@@ -91,7 +93,7 @@ async def test_failure_at_each_layer(mode: dict[str, str], group: int, bad: int)
             await arrived(hanging, method)
             lying.lie(method, is_of(f"k{bad}"), PageStatus.TRANSFER_FAILED)
             hanging.release()
-            with anyio.fail_after(5):
+            with anyio.fail_after(15):
                 for layer in range(first, LAYERS):
                     ready = await handle.layer(layer)
                     assert (ready.live, ready.failed) == (frozenset(), {"a": PageStatus.TRANSFER_FAILED})
@@ -161,6 +163,41 @@ async def test_a_late_failure_tells_of_the_first_page_that_is_missed_in_the_end(
         await settle(loader)
 
 
+async def test_a_late_failure_tells_of_the_page_that_did_not_come_in_time() -> None:
+    pools = make_pools()
+    lying = LyingStore(store())
+    later = HangingStore(lying)
+    sooner = HangingStore(later)
+
+    def of_object(page: str, group: int) -> Callable[[Sequence[str]], bool]:
+        return lambda object_keys: is_of(page)(object_keys[0]) and object_keys[0].endswith(f".g{group}")
+
+    async with opened(sooner, pools, read_lanes=4, endpoint_lanes=4, read_batch_objects=1) as loader:
+        try:
+            await put(loader, pools, keys(4))
+            sooner.hold("read", of_object("k2", 1))
+            later.hold("read", of_object("k1", 2))
+            async with loader.load([pools.unit("a", keys(4), range(4))]) as handle:
+                assert (await handle.layer(0)).live == {"a"}
+                await arrived(sooner, "read")
+                lying.lie("read", is_of("k2"), PageStatus.TRANSFER_FAILED)
+                sooner.release()
+                assert (await handle.layer(1)).failed == {"a": PageStatus.TRANSFER_FAILED}
+                await arrived(later, "read")
+                assert loader._context is not None
+                reader = loader._context.reader
+                first = object_keys(loader, pools, "k0")[2:]
+                await eventually(lambda: all(fetch and fetch.landed for fetch in map(reader.find, first)))
+                end_time_of(loader, "a")
+                outcome = (await handle.report()).outcomes["a"]
+            assert_outcome(outcome, 1, PageStatus.TIMED_OUT)
+            assert outcome.late_failure == LateFailure(1, 1, PageStatus.TIMED_OUT)
+            pools.assert_restored(keys(1), range(1))
+        finally:
+            later.release()
+        await settle(loader)
+
+
 @modes
 async def test_failed_waits_return_at_once(mode: dict[str, str]) -> None:
     pools = make_pools(layers=12)
@@ -171,7 +208,7 @@ async def test_failed_waits_return_at_once(mode: dict[str, str]) -> None:
         async with loader.load([pools.unit("a", keys(2), range(2))]) as handle:
             # What fails before the admission is out makes that 0 pages, and nothing fails then.
             admitted = (await handle.admitted())["a"]
-            with anyio.fail_after(1):  # the deadline is 20 s
+            with anyio.fail_after(15):  # the deadline is 20 s
                 for layer in range(12):
                     failed = (await handle.layer(layer)).failed
                     assert failed == ({"a": PageStatus.TRANSFER_FAILED} if admitted else {})
@@ -438,7 +475,7 @@ async def test_reads_of_an_owner_that_hangs_hold_up_no_other_owners(mode: dict[s
         try:
             async with loader.load([pools.unit("bad", keys(6, "bad"), range(6), deadline=20.0)]) as bad:
                 await arrived(hanging, method, lanes)
-                with anyio.fail_after(5):
+                with anyio.fail_after(15):
                     outcomes = await load(loader, pools.unit("good", keys(6, "good"), range(6, 12)))
                 assert_outcome(outcomes["good"], 6)
                 pools.assert_restored(keys(6, "good"), range(6, 12))

@@ -72,7 +72,7 @@ async def test_asking_what_was_not_entered(name: str) -> None:
     pools = make_pools()
     async with opened(store(), pools) as loader:
         handle = make(loader, pools, "prefetch" if name in ("landed", "place") else "load")
-        with anyio.fail_after(5), pytest.raises(RuntimeError, match="inside its `async with`, got .*: not entered"):
+        with anyio.fail_after(15), pytest.raises(RuntimeError, match="inside its `async with`, got .*: not entered"):
             await ASKING[name](handle, pools)
 
 
@@ -98,7 +98,7 @@ async def test_report_after_the_end() -> None:
         await put(loader, pools, keys(4))
         async with loader.load([pools.unit("a", keys(4), range(4))]) as handle:
             await handle.layer(4)
-        with anyio.fail_after(5):
+        with anyio.fail_after(15):
             assert_outcome((await handle.report()).outcomes["a"], 4)
 
 
@@ -124,7 +124,7 @@ async def test_placing_after_the_end() -> None:
             async with loader.prefetch([pools.unit("a", keys(4, "new"))]) as handle:
                 tasks.start_soon(place)
                 await arrived(hanging, "descriptors")
-            with anyio.fail_after(5):
+            with anyio.fail_after(15):
                 await raised.wait()
         pools.assert_rows_kept()
         assert loader.statistics().held_slots == 0
@@ -165,7 +165,7 @@ async def test_an_admission_ends_with_its_handle(kind: str) -> None:
             await arrived(hanging, "descriptors")
             async with loader.load([pools.unit("b", keys(4), range(4, 8))]):
                 await eventually(lambda: loader.statistics().queued_calls == 1)
-        with anyio.fail_after(5):
+        with anyio.fail_after(15):
             assert (await loader.lookup(pools.unit("c", keys(4)))).pages == 4
         hanging.release()
         await settle(loader)

@@ -292,10 +292,11 @@ async def test_a_probe_that_is_not_sent_gives_its_permit_back(clock: list[float]
         assert loader.statistics().open_breakers == ()
 
 
-async def test_slow_master_counts_when_its_waiter_gives_up() -> None:
+async def test_slow_master_counts_when_its_waiter_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "_SILENT_SECONDS", 60.0)  # outcomes alone
     pools = make_pools()
     hanging = HangingStore(store())
-    async with opened(hanging, pools, lookup_deadline=0.08) as loader:
+    async with opened(hanging, pools, lookup_deadline=0.5) as loader:
         hanging.hold("exists")
         for request in range(3):
             assert (await loader.lookup(pools.unit(f"r{request}", keys(2)))).status is PageStatus.TIMED_OUT
@@ -390,19 +391,19 @@ async def test_the_next_load_from_an_endpoint_that_is_silent_waits_for_nothing(m
             await put(loader, pools, keys(2, name))
         assert_outcome((await load(loader, pools.unit("warm", keys(2, "c"), range(2))))["warm"], 2)
         hanging.hold(method)
-        unit = pools.unit("a", keys(2, "a"), range(2), deadline=0.7)
+        unit = pools.unit("a", keys(2, "a"), range(2), deadline=2.0)  # its read is out for half a second of it at least
         assert_outcome((await load(loader, unit))["a"], 0, PageStatus.TIMED_OUT)
         assert loader.statistics().open_breakers == ("memory",)
         began = anyio.current_time()
         assert_outcome((await load(loader, pools.unit("b", keys(2, "b"), range(2))))["b"], 0, PageStatus.SUPPRESSED)
-        assert anyio.current_time() - began < 0.3
+        assert anyio.current_time() - began < 5  # its own deadline is 20 s
         hanging.release()
 
         async def restored() -> bool:
             unit = pools.unit("again", [*keys(2, "a"), *keys(2, "b")], range(4))
             return (await load(loader, unit))["again"].restored_pages == 4
 
-        with anyio.fail_after(3):  # a cool-down of 1.25 s at most
+        with anyio.fail_after(15):  # a cool-down of 1.25 s at most, and a busy machine
             while not await restored():  # noqa: ASYNC110  # nothing signals the end of a cool-down
                 await anyio.sleep(0.01)
         assert loader.statistics().open_breakers == ()
@@ -437,7 +438,7 @@ async def test_a_master_that_is_silent_is_asked_once() -> None:
     pools = make_pools()
     hanging = HangingStore(store())
     recording = RecordingStore(hanging)
-    async with opened(recording, pools, lookup_deadline=0.6) as loader:
+    async with opened(recording, pools, lookup_deadline=2.0) as loader:  # the call is out for half a second of it
         await put(loader, pools, keys(2))
         hanging.hold("exists")
         try:
@@ -447,7 +448,7 @@ async def test_a_master_that_is_silent_is_asked_once() -> None:
             assert recording.count("exists") == 1
         finally:
             hanging.release()
-        with anyio.fail_after(3):
+        with anyio.fail_after(15):
             while (await loader.lookup(pools.unit("c", keys(2)))).pages < 2:  # noqa: ASYNC110  # as above
                 await anyio.sleep(0.01)
         assert loader.statistics().open_breakers == ()

@@ -83,7 +83,7 @@ async def test_a_read_past_its_time_is_not_joined() -> None:
             await arrived(hanging, "read")
             await anyio.sleep(0.06)  # four times what such a read takes, and at least 50 ms
             for request in range(3):
-                with anyio.fail_after(5):
+                with anyio.fail_after(15):
                     outcomes = await load(loader, pools.unit(f"r{request}", keys(2), range(4, 6)))
                 assert_outcome(outcomes[f"r{request}"], 2)
             hanging.release()
@@ -193,6 +193,6 @@ async def test_who_joined_a_unit_that_ends_before_its_reads_are_queued_is_served
 
 async def _turns_until(condition: Callable[[], bool]) -> None:
     """Look once in every turn of the loop."""
-    with anyio.fail_after(10):
+    with anyio.fail_after(30):
         while not condition():  # noqa: ASYNC110
             await anyio.lowlevel.checkpoint()

@@ -84,7 +84,7 @@ async def test_two_that_each_want_most_of_it_come_one_after_the_other(kind: str)
                     await handle.place([pools.unit(name, keys(10, name), rows)])
             done.append(name)
 
-        with anyio.fail_after(10):
+        with anyio.fail_after(30):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(one, "a", range(10))
                 await arrived(hanging, "read")
@@ -112,7 +112,7 @@ async def test_nothing_to_read_waits_for_no_memory() -> None:
             await arrived(hanging, "read")
             async with loader.load([pools.unit("b", keys(12, "b"), range(12, 24))]):
                 await eventually(lambda: loader.statistics().waiting_grants == 1)
-                with anyio.fail_after(2):
+                with anyio.fail_after(15):
                     outcomes = await load(loader, pools.unit("miss", keys(2, "x"), [30, 31]), pools.unit("0", (), ()))
                 assert_outcome(outcomes["miss"], 0, PageStatus.NOT_FOUND)
             hanging.release()
@@ -162,7 +162,7 @@ async def test_a_quarantined_endpoint_gets_no_more_reads(monkeypatch: pytest.Mon
             now = loader.statistics()
             assert now.quarantined_bytes > now.landing_bytes // 8
             recording.clear()
-            with anyio.fail_after(1):
+            with anyio.fail_after(15):
                 outcome = (await load(loader, pools.unit("c", keys(2, "c"), range(2))))["c"]
             assert_outcome(outcome, 0, PageStatus.SHED)
             assert recording.count("read") == 0
@@ -194,7 +194,7 @@ async def test_reads_refused_together_are_told_once_each_where_one_costs_pages_o
                     assert (await handle.admitted())["a"] == 4
                     await leaving.aclose()
                     assert loader.statistics().quarantined_bytes > loader.statistics().landing_bytes // 8
-                    with anyio.fail_after(5):
+                    with anyio.fail_after(15):
                         outcome = (await handle.report()).outcomes["a"]
             assert_outcome(outcome, 0, PageStatus.SHED)
             assert loader.statistics().landing_bytes_in_use == 0

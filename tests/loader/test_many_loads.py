@@ -5,7 +5,7 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from softload import PageStatus, UnitOutcome, pacing
+from softload import PageStatus, UnitOutcome, health, pacing
 from softload.testing import HangingStore, RecordingStore
 
 from .doubles import LyingStore
@@ -185,6 +185,7 @@ async def test_one_question_of_many_that_fails_is_one_outcome_of_the_master(monk
 
 
 async def test_one_question_of_many_that_hangs_is_one_outcome_of_the_master(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "_SILENT_SECONDS", 60.0)  # outcomes alone
     monkeypatch.setattr(pacing, "_TURN_SECONDS", 60.0)  # all of them in one turn of the loop, however slow
     pools = pools_for_all()
     hanging = HangingStore(store())
@@ -192,7 +193,7 @@ async def test_one_question_of_many_that_hangs_is_one_outcome_of_the_master(monk
         hanging.hold("descriptors")
         async with anyio.create_task_group() as tasks:
             for number in range(LOADS):
-                tasks.start_soon(load, loader, pools.unit(f"r{number}", names(number), rows(number), deadline=0.2))
+                tasks.start_soon(load, loader, pools.unit(f"r{number}", names(number), rows(number), deadline=1.0))
         assert hanging.held("descriptors") == 1
         assert loader.statistics().open_breakers == ()
         hanging.release()

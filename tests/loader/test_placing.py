@@ -210,7 +210,10 @@ async def test_draining_waits_until_places_that_came_late_are_given_back() -> No
     async with opened(RecordingStore(hanging), pools, **FEW) as loader:
         hanging.hold("put_start")
         pools.fill(keys(PAGES), range(PAGES))
-        await loader.save([pools.unit("a", keys(PAGES), range(PAGES), deadline=0.1)])
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(loader.save, [pools.unit("a", keys(PAGES), range(PAGES))])
+            await arrived(hanging, "put_start")
+            tasks.cancel_scope.cancel()
         hanging.hold("put_revoke")
         draining = asyncio.create_task(loader.drain())
         hanging.release("put_start")

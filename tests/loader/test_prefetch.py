@@ -80,7 +80,7 @@ async def test_lands_what_came_by_the_deadline(page: int) -> None:
     async with opened(hanging, pools, layout="page", read_batch_objects=1) as loader:
         await put(loader, pools, keys(4))
         hanging.hold("read", any_of(f"k{page}"))
-        async with loader.prefetch([pools.unit("a", keys(4), deadline=0.4)]) as handle:
+        async with loader.prefetch([pools.unit("a", keys(4), deadline=1.0)]) as handle:
             landed = await handle.landed()
             assert landed["a"] == page
             assert landed.missed == {"a": PageStatus.TIMED_OUT}
@@ -169,7 +169,7 @@ async def test_kept_bytes_go_when_room_is_needed() -> None:
         for name in ("a", "b", "c", "d"):
             await put(loader, pools, keys(8, name))
             async with loader.prefetch([pools.unit(name, keys(8, name))]) as handle:
-                with anyio.fail_after(5):
+                with anyio.fail_after(15):
                     assert (await handle.landed())[name] == 8
         assert 0 < loader.statistics().kept_bytes <= page_bytes * 20
         await settle(loader)
@@ -197,7 +197,7 @@ async def test_leaving_before_it_landed(mode: dict[str, str]) -> None:
     async with opened(hanging, pools, **mode) as loader:
         await put(loader, pools, keys(4))
         hanging.hold(method)
-        with anyio.fail_after(2):
+        with anyio.fail_after(15):
             async with loader.prefetch([pools.unit("a", keys(4))]):
                 await arrived(hanging, method)
         hanging.release()

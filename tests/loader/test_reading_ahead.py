@@ -38,6 +38,7 @@ from .harness import (
     assert_idle,
     assert_outcome,
     config,
+    end_time_of,
     eventually,
     hold_copies,
     is_of,
@@ -179,10 +180,10 @@ async def test_a_load_that_ends_while_it_reads_ahead_leaves_nothing_behind(ends_
         await put(loader, pools, keys(PAGES))
         hanging.hold("descriptors", for_the_rest)
         hanging.hold("read")
-        deadline = 0.3 if ends_by == "deadline" else None
-        async with loader.load([pools.unit("a", keys(PAGES), ROWS, deadline=deadline)]) as handle:
+        async with loader.load([pools.unit("a", keys(PAGES), ROWS)]) as handle:
             await arrived(hanging, "read")
             if ends_by == "deadline":
+                end_time_of(loader, "a")
                 outcome = (await handle.report()).outcomes["a"]
                 assert_outcome(outcome, 0, PageStatus.TIMED_OUT)
         now = loader.statistics()

@@ -283,7 +283,7 @@ async def test_no_landing_memory_sheds_within_a_moment() -> None:
                 unit = pools.unit(f"r{request}", keys(2, f"r{request}k"), range(2))
                 tasks.start_soon(loader.save, [unit])
             await arrived(hanging, "put_write", 4)
-            with anyio.fail_after(2):
+            with anyio.fail_after(15):
                 report = await loader.save([pools.unit("late", keys(8, "late"), range(8))])
             assert SaveStatus.SHED in {page.status for page in report.outcomes["late"].pages}
             hanging.release()
@@ -411,11 +411,11 @@ async def test_request_twice_in_one_save_is_refused() -> None:
 async def test_deadlines_of_the_units_of_a_save_run_side_by_side() -> None:
     pools = make_pools()
     hanging = HangingStore(store())
-    async with opened(hanging, pools, save_deadline=0.5) as loader:
+    async with opened(hanging, pools, save_deadline=1.5) as loader:
         hanging.hold("put_write")
         started = anyio.current_time()
         report = await loader.save([pools.unit(f"r{n}", keys(2, f"r{n}"), range(2 * n, 2 * n + 2)) for n in range(20)])
-        assert anyio.current_time() - started < 5.0, "one after the other they would take ten seconds"
+        assert anyio.current_time() - started < 15.0, "one after the other they would take half a minute"
         statuses = {page.status for outcome in report.outcomes.values() for page in outcome.pages}
         assert statuses == {SaveStatus.TIMED_OUT}
         assert loader.statistics().stuck_threads == 1, "a unit that is late already starts no call"
@@ -461,7 +461,7 @@ async def test_closing_answers_a_save_of_many_units() -> None:
 
             tasks.start_soon(save)
             await arrived(hanging, "put_write")
-        with anyio.fail_after(5):
+        with anyio.fail_after(15):
             await eventually(lambda: bool(reports))
     assert set(reports[0].outcomes) == {"r0", "r1", "r2"}
 

@@ -469,7 +469,7 @@ async def test_a_lease_shorter_than_any_queue_is_a_miss_and_not_an_endless_resta
     pools = make_pools()
     async with opened(store(lease=1e-6), pools, **RANGES, deadline=10.0) as loader:
         await put(loader, pools, keys(4))
-        with anyio.fail_after(5):
+        with anyio.fail_after(15):
             outcome = (await load(loader, pools.unit("a", keys(4), range(4))))["a"]
         assert_outcome(outcome, 0, PageStatus.LEASE_EXPIRED)
         # Each of the 16 parts is put off twice, read, put off twice more, and read for the last time.
@@ -509,7 +509,7 @@ async def test_a_session_start_that_hangs_takes_no_load_along() -> None:
             async def one(name: str, first: int) -> None:
                 assert_outcome((await load(loader, pools.unit(name, keys(3), range(first, first + 3))))[name], 3)
 
-            with anyio.fail_after(10):
+            with anyio.fail_after(30):
                 tasks.start_soon(one, "a", 0)
                 await arrived(hanging, "session_start")
                 tasks.start_soon(one, "b", 3)

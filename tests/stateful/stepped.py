@@ -9,11 +9,11 @@ from __future__ import annotations
 from unittest.mock import patch
 
 from hypothesis import strategies as st
-from hypothesis.stateful import precondition, rule
+from hypothesis.stateful import initialize, precondition, rule
 
 from softload import PageStatus, admission, health, unit_copies, unit_layers
 
-from .machine import LIES, NUMBER, PARTS, LoaderMachine
+from .machine import CHAINS, LIES, NUMBER, PARTS, LoaderMachine
 
 THRESHOLDS = (
     (admission, "_ASKED_APART", 2),
@@ -25,23 +25,52 @@ THRESHOLDS = (
 """As if every object were large and the load had hundreds; after a failure the next one is admitted in steps again."""
 
 
+ONLY = st.sampled_from([".g2", ".g1", ".d", "draft"])
+MEANWHILE = st.sampled_from(["spoil", "lie", "evict", "reuse", "read", "load", "ask", "nothing"])
+END = st.sampled_from(["time", "cancel", "release", "release", "release", "reopen", "nothing"])
+LIE = st.sampled_from([*LIES, None])
+
+
 class SteppedMachine(LoaderMachine):
-    """Two rules more."""
+    """Begins with such a load, and has two rules more."""
 
     def open(self) -> None:
         for module, name, value in THRESHOLDS:
             self._stack.enter_context(patch.object(module, name, value))
         super().open()
 
+    @initialize(
+        stored=st.lists(st.tuples(CHAINS, st.sampled_from([6, 6, 3])), min_size=1, max_size=3),
+        only=ONLY,
+        fenced=st.booleans(),
+        meanwhile=MEANWHILE,
+        end=END,
+        lie=LIE,
+        which=NUMBER,
+    )
+    def start(
+        self,
+        stored: list[tuple[int, int]],
+        only: str,
+        fenced: bool,
+        meanwhile: str,
+        end: str,
+        lie: PageStatus | None,
+        which: int,
+    ) -> None:
+        """While nothing has failed yet."""
+        super().start(stored)
+        self.hang_in_an_admission(stored[:1], only, None, fenced, meanwhile, end, lie, which)
+
     @precondition(lambda self: len(self.store._holding) < 2)
     @rule(
         parts=PARTS,
-        only=st.sampled_from([".g2", ".g1", ".d", "draft"]),
+        only=ONLY,
         deadline=st.sampled_from([None, 2.0]),
         fenced=st.sampled_from([False, False, True]),
-        meanwhile=st.sampled_from(["spoil", "lie", "evict", "reuse", "read", "load", "ask", "nothing"]),
-        end=st.sampled_from(["time", "cancel", "release", "release", "release", "reopen", "nothing"]),
-        lie=st.sampled_from([*LIES, None]),
+        meanwhile=MEANWHILE,
+        end=END,
+        lie=LIE,
         which=NUMBER,
     )
     def hang_in_an_admission(
@@ -89,7 +118,7 @@ class SteppedMachine(LoaderMachine):
     @rule(
         parts=PARTS,
         meanwhile=st.sampled_from(["spoil", "lie", "evict", "reuse", "read", "ask"]),
-        lie=st.sampled_from([*LIES, None]),
+        lie=LIE,
         which=NUMBER,
     )
     def lose_some_in_an_admission(

@@ -36,8 +36,8 @@ def test_the_process_ends(ending: str, status: int) -> None:
     children = [int(pid) for pid in pids.split()]
     try:
         assert script.returncode == status, script.stderr
-        assert ended - float(last_line) < 2.0
-        deadline = time.monotonic() + 1.0
+        assert ended - float(last_line) < 15.0  # and not as long as the owner is frozen
+        deadline = time.monotonic() + 15.0
         while any(map(is_running, children)) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert not [pid for pid in children if is_running(pid)]

@@ -51,7 +51,7 @@ def test_opening_fails_at_once(query: str) -> None:
     began = time.monotonic()
     with pytest.raises(StoreSetupError, match="RDMA devices no-such-device|metadata server http"):
         open_store(f"mooncake://127.0.0.1:1?{query}").open()
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 15
 
 
 @pytest.mark.parametrize(

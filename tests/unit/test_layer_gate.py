@@ -46,7 +46,7 @@ async def _follow(num_layers: int, steps: list[tuple[str, int | None]]) -> None:
 @pytest.mark.asyncio
 async def test_without_units_every_layer_is_open() -> None:
     gate = LayerGate(3, ())
-    with anyio.fail_after(1):
+    with anyio.fail_after(15):
         for layer in range(3):
             await gate.wait(layer)
 

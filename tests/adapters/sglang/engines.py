@@ -135,7 +135,7 @@ class Engine:
             "max_total_tokens": 16384,
             "max_running_requests": 16,
             "chunked_prefill_size": 2048,
-            "mem_fraction_static": 0.2,
+            "mem_fraction_static": 0.6,  # what others take meanwhile is missing in it; the tokens bound the pools
             "random_seed": 7,
             "enable_unified_cache_external_linker": True,
             "unified_cache_external_linker_backend": "dynamic",

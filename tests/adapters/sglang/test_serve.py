@@ -54,7 +54,7 @@ def launched(model: Path, linker: dict[str, Any] | None, log: Path) -> Iterator[
     command = [sys.executable, "-W", "ignore", "-m", "sglang.launch_server", "--model-path", str(model)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--page-size", "64", "--device", "cpu"]
     command += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--skip-tokenizer-init"]
-    command += ["--disable-cuda-graph", "--max-total-tokens", "8192", "--mem-fraction-static", "0.2"]
+    command += ["--disable-cuda-graph", "--max-total-tokens", "8192", "--mem-fraction-static", "0.6"]
     command += ["--dtype", "float32", "--max-running-requests", "8", "--log-level", "warning", "--skip-server-warmup"]
     if linker is not None:
         command += ["--enable-unified-cache-external-linker", "--unified-cache-external-linker-backend", "dynamic"]

@@ -26,6 +26,7 @@ from engines import (
 from hooked_connector import HookedConnector, page_of
 from rigs import Rig, rig
 
+from softload import saving
 from softload.adapters.vllm.messages import Orders, PlaceOrder
 
 
@@ -188,7 +189,10 @@ def test_nothing_is_left_behind(one: Rig) -> None:
     assert not scheduler_side(one.llm)._unstaged
 
 
-def test_what_is_larger_than_the_landing_memory_loads_into_blocks(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_what_is_larger_than_the_landing_memory_loads_into_blocks(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving, "_GRANT_SECONDS", 60.0)  # an eighth of it is for saves, which take turns
     with rig(tmp_path_factory.mktemp("llama"), extra={"landing_bytes": "512KiB"}) as small:
         asked, cold = small.computed(330, 100)
         orders = small.orders()
