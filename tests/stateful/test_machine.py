@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
-from typing import Any
+import sys
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import settings
-from hypothesis.errors import FlakyStrategyDefinition
-from hypothesis.stateful import run_state_machine_as_test
+from hypothesis import strategies as st
+from hypothesis.errors import FlakyStrategyDefinition, HypothesisException
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
 from softload import DraftPolicy, Integrity, Layout, ReadMode
 from softload.geometry import DraftMode
@@ -78,9 +79,47 @@ def test_nor_where_loads_are_admitted_in_steps(case: str) -> None:
     run(SteppedMachine, case, EXAMPLES if DEEP else EXAMPLES // 2, 60 if DEEP else 30)
 
 
-def run(machine_class: type[LoaderMachine], case: str, examples: int, steps: int) -> None:
-    machine = type(f"Machine_{case.replace('-', '_')}", (machine_class,), CASES[case])
+class Unrepeatable(RuleBasedStateMachine):
+    """Fails once; then the rule that failed does not apply any more."""
+
+    has_failed: ClassVar[bool] = False
+
+    @precondition(lambda self: not self.has_failed)
+    @rule()
+    def fail(self) -> None:
+        type(self).has_failed = True
+        raise AssertionError("what was found")
+
+    @rule(number=st.integers())
+    def nothing(self, number: int) -> None:
+        pass
+
+
+def test_what_was_found_is_told_although_hypothesis_cannot_go_on_from_there() -> None:
+    with pytest.raises(AssertionError, match="what was found"):
+        run(Unrepeatable, "grouped", 100, 10)
+
+
+def run(machine_class: type[RuleBasedStateMachine], case: str, examples: int, steps: int) -> None:
+    failures: list[Exception] = []
+
+    def teardown(machine: RuleBasedStateMachine) -> None:
+        failure = sys.exc_info()[1]  # of the step before, which Hypothesis is about to take note of
+        try:
+            machine_class.teardown(machine)
+        except Exception as error:
+            failure = error
+            raise
+        finally:
+            if isinstance(failure, Exception) and not isinstance(failure, HypothesisException):
+                failures.append(failure)
+
+    attributes = CASES[case] | {"teardown": teardown}
+    machine = type(f"Machine_{case.replace('-', '_')}", (machine_class,), attributes)
     # Which of two threads comes first decides what a full store evicts, and so which rules apply: Hypothesis may find
-    # that out, and goes no further then. That is no failure; one that it cannot repeat is another error of Hypothesis.
-    with suppress(FlakyStrategyDefinition):
+    # that out, and goes no further then. That is no failure, but it forgets those that it had found by then.
+    try:
         run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=steps))
+    except FlakyStrategyDefinition:
+        if failures:
+            raise failures[0] from None
