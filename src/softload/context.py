@@ -167,6 +167,7 @@ class Context:
     def end_waits(self) -> None:
         """The loader closes: answer who waits for it."""
         self.closing = True
+        self.lender.is_wanted = False
         for scope in self.waits:
             scope.cancel()
 
