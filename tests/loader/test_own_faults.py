@@ -35,6 +35,11 @@ from .harness import (
 pytestmark = pytest.mark.asyncio
 
 
+@pytest.fixture(autouse=True)
+def no_bugs() -> None:
+    """Here there are some."""
+
+
 def failing_copies(when: Callable[[int], bool]) -> Callable[[Sequence[Copy]], None]:
     """Copies that run out of memory: those whose number, from 0, is in `when`."""
     calls = iter(range(1 << 30))
