@@ -101,6 +101,26 @@ async def test_a_failed_copy_of_the_draft_costs_the_draft(monkeypatch: pytest.Mo
         await settle(loader)
 
 
+@pytest.mark.parametrize("draft", [DraftMode.PACKED, DraftMode.SIDECAR])
+async def test_a_bug_in_the_drafts_copies_costs_the_draft(draft: DraftMode, monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_draft(_: unit_copies.UnitCopies) -> list[Copy]:
+        raise RuntimeError("a bug")
+
+    pools = make_pools(draft=draft)
+    async with opened(store(), pools) as loader:
+        await put(loader, pools, keys(3))
+        monkeypatch.setattr(unit_copies.UnitCopies, "of_draft", of_draft)
+        with capture_logs() as logs:
+            async with loader.load([pools.unit("a", keys(3), range(3))]) as handle:
+                assert await handle.draft() == {"a": 0}
+                outcome = (await handle.report()).outcomes["a"]
+        assert_outcome(outcome, 3)
+        assert outcome.draft_pages == 0
+        assert [entry["event"] for entry in logs if entry["log_level"] == "error"] == [events.TASK_RAISED]
+        pools.assert_restored(keys(3), range(3), draft=False)
+        await settle(loader)
+
+
 async def test_a_failed_copy_costs_its_save(monkeypatch: pytest.MonkeyPatch) -> None:
     pools = make_pools()
     told: list[str] = []
