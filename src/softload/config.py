@@ -90,7 +90,8 @@ class LoaderConfig:
         direct_reads: copy streamed objects that lie in this process's own segment from there, instead of by landing
             memory, where the pools are in the CPU's memory: of `Layout.GROUPED` those with a digest, of `Layout.PAGE`
             with `ReadMode.AUTO` large ones.
-        hold_limit: how long landed pages stay pinned for a prefetch that does not place them.
+        hold_limit: how long landed pages stay pinned for a prefetch that does not place them, once all of its units
+            have landed.
         prefetch_ttl: how long landed bytes of ended prefetches may serve later units.
         negative_entries: keys in the negative cache at most.
         seed: of the breaker's jitter.

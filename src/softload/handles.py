@@ -251,6 +251,11 @@ class Prefetch(_Handle):
     def __init__(self, context: Context, units: Sequence[TransferUnit]) -> None:
         super().__init__(context, units, Mode.PREFETCH)
 
+    async def __aenter__(self) -> Self:
+        await super().__aenter__()
+        self._context.spawn(self._limit_hold)
+        return self
+
     async def landed(self) -> Landed:
         """Wait until each unit's pages are here and checked, or cut; they stay until `place` or the end."""
         self._check_entered()
@@ -322,6 +327,14 @@ class Prefetch(_Handle):
             first_layer_s=now - entered_at,
             load_s=now - entered_at,
         )
+
+    async def _limit_hold(self) -> None:
+        """None of the units can be placed before all have landed: until then the limit does not run."""
+        for run in self._runs:
+            await run.landed.wait()
+        until = anyio.current_time() + self._context.config.hold_limit
+        for run in self._runs:
+            run.hold_until(until)
 
     def _check_placeable(self) -> None:
         self._context.check_open()

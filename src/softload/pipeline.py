@@ -101,6 +101,7 @@ class UnitRun:
         self.deadline = math.inf
         """When its waiters are answered, on the event loop's clock."""
         self._scope = anyio.CancelScope()
+        self._hold = anyio.CancelScope()
         self._reason = PageStatus.TIMED_OUT
         self.is_cancelled = False
         self._reserved = False
@@ -170,6 +171,10 @@ class UnitRun:
             self._reason = reason
             self.is_cancelled = True
             self._scope.cancel()
+
+    def hold_until(self, moment: float) -> None:
+        """PREFETCH: what has landed is given up then, unless it was placed."""
+        self._hold.deadline = moment
 
     def placed(self) -> None:
         """PREFETCH: its bytes are held by a PLACE run now."""
@@ -276,7 +281,7 @@ class UnitRun:
         missed = tuple(self.wants.outcomes(self.pages, self._reason))[self.pages :]
         count_misses(self._context, self.request_id, missed, kept=self.pages, requested=self.wants.requested)
         self.landed.set()
-        with anyio.move_on_after(self._context.config.hold_limit):
+        with self._hold:
             await self._placed.wait()
         if not self._placed.is_set():
             self.give_up(PageStatus.SHED)

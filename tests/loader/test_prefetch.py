@@ -136,6 +136,25 @@ async def test_pinned_no_longer_than_the_hold_limit() -> None:
         await settle(loader)
 
 
+async def test_the_hold_limit_begins_when_all_of_a_prefetch_has_landed() -> None:
+    """None of it can be placed before."""
+    pools = make_pools()
+    hanging = HangingStore(store())
+    async with opened(hanging, pools, hold_limit=0.05, prefetch_ttl=600.0) as loader:
+        await put(loader, pools, [*keys(3, "a"), *keys(3, "b")])
+        async with loader.prefetch([pools.unit("first", keys(3, "a"))]) as handle:  # A shares no call with B then
+            await handle.landed()
+        hanging.hold("read", any_of("b0", "b1", "b2"))
+        async with loader.prefetch(
+            [pools.unit("A", keys(3, "a")), pools.unit("B", keys(3, "b"), deadline=0.3)]
+        ) as handle:
+            landed = await handle.landed()
+            assert landed.pages == {"A": 3, "B": 0}
+            assert landed.missed == {"B": PageStatus.TIMED_OUT}
+        hanging.release()
+        await settle(loader)
+
+
 async def test_bytes_of_an_ended_prefetch_serve_later_units() -> None:
     pools = make_pools()
     recording = RecordingStore(store())

@@ -61,6 +61,20 @@ def test_a_draft_that_does_not_come_in_time_counts_against_its_endpoint(case: st
         assert machine.loader.statistics().timed_out_calls > 0
 
 
+def test_what_a_prefetch_landed_is_held_from_when_all_of_it_may_be_placed() -> None:
+    """Some landed at once, the rest came late: what the machine calls clean there is restored whole."""
+    with told("grouped") as machine:
+        store(machine)
+        do(machine, lambda: machine.prefetch([(0, 2)], None), lambda: machine.cancel(0))
+        do(machine, lambda: machine.hold("read", "", 0), lambda: machine.prefetch([(0, 2), (0, 4)], None))
+        do(machine, lambda: machine.pass_time(6.0), lambda: machine.pass_time(2.5))
+        (user,) = machine.users
+        assert [request.landed for request in user.requests] == [2, 2]
+        do(machine, lambda: machine.place(0, 0, False, False))
+        assert [request.clean for request in user.requests] == [2, 2]
+        assert [request.result.restored_pages for request in user.requests] == [2, 2]
+
+
 def test_a_question_that_outlives_the_units_time_counts_against_the_master() -> None:
     """Its caller is cancelled at the moment at which the answer would be too late."""
     with told("page-lent-frozen") as machine:
