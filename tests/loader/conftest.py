@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from blockbuster import BlockBuster, blockbuster_ctx
 
-from softload import loader
+from softload import context, loader
 from softload.geometry import layout
 
 
@@ -16,6 +16,17 @@ def no_blocking_calls() -> Iterator[BlockBuster]:
     """A blocking call of the library on the event loop fails the test."""
     with blockbuster_ctx("softload") as blockbuster:
         yield blockbuster
+
+
+@pytest.fixture(autouse=True)
+def patient_lending() -> Iterator[None]:
+    """The first answers wait until it is known whether what they are about is lent, on a busy machine as well.
+
+    Else that load is read, and later ones find its bytes. Of no use to a test to undo, hence not by its `monkeypatch`.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(context, "_LEND_SECONDS", 20.0)
+        yield
 
 
 @pytest.fixture
