@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -152,14 +151,15 @@ async def test_stuck_threads_are_replaced_up_to_a_bound_and_then_loads_are_shed(
 
 @asynccontextmanager
 async def kept_open(rig: Rig) -> AsyncIterator[None]:
-    """The one breaker that opens stays so within: on a busy machine its cool-down, of a second, may be over."""
+    """Time stands still for the one breaker that opens: on a busy machine its cool-down, of a second, may be over."""
     assert rig.loader._context is not None
     breakers = rig.loader._context.health._endpoints
     await eventually(lambda: any(breaker.is_open for breaker in breakers.values()))
     (breaker,) = (breaker for breaker in breakers.values() if breaker.is_open)
-    until, breaker._open_until = breaker._open_until, math.inf
+    clock, opened_at = breaker._clock, breaker._opened_at
+    breaker._clock = lambda: opened_at
     yield
-    breaker._open_until = until
+    breaker._clock = clock
 
 
 async def test_the_next_load_from_a_frozen_owner_does_not_wait_and_a_thawed_one_is_used_again(
