@@ -72,7 +72,7 @@ async def main() -> None:
                 when=lambda read: any(f"/{lost[0]}/" in name for name in read),
             )
             began = time.monotonic()
-            async with loader.load([unit("lost", lost[:4], deadline=3.0)]) as load:
+            async with loader.load([unit("lost", lost[:4], deadline=1.0)]) as load:
                 outcome = (await load.report()).outcomes["lost"]
             figures["owner_answered_s"] = time.monotonic() - began
             figures["owner_restored"] = outcome.restored_pages
