@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from blockbuster import BlockBuster, blockbuster_ctx
 
-from softload import events, loader, request_log
+from softload import context, events, loader, request_log
 from softload.geometry import layout
 
 
@@ -36,6 +36,17 @@ def no_bugs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(request_log, "tell", listen)
     yield
     assert not raised, raised[0]
+
+
+@pytest.fixture(autouse=True)
+def patient_lending() -> Iterator[None]:
+    """The first answers wait until it is known whether what they are about is lent, on a busy machine as well.
+
+    Else that load is read, and later ones find its bytes. Of no use to a test to undo, hence not by its `monkeypatch`.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(context, "_LEND_SECONDS", 20.0)
+        yield
 
 
 @pytest.fixture

@@ -27,13 +27,14 @@ from .harness import (
     end_time_of,
     is_of,
     keys,
+    lending_store,
     load,
     make_pools,
     opened,
     put,
     settle,
 )
-from .test_direct_reads import Elsewhere, Gate, _Lent, bytes_of, lending_store, object_keys, put_object
+from .test_direct_reads import Elsewhere, Gate, _Lent, bytes_of, object_keys, put_object
 from .test_pages_without_slots import unit as windowed_unit
 from .test_pages_without_slots import windowed
 

@@ -33,12 +33,12 @@ from .harness import (
     eventually,
     is_of,
     keys,
+    lending_store,
     load,
     make_pools,
     opened,
     put,
     settle,
-    store,
 )
 
 pytestmark = pytest.mark.asyncio
@@ -52,10 +52,6 @@ OBJECTS = 4 * PAGES
 def small_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pages of these tests are smaller than what is worth a copy of its own."""
     monkeypatch.setattr(lending, "_WORTH_BYTES", 1)
-
-
-def lending_store(**options: Any) -> MemoryStore:
-    return store(lends=True, **options)
 
 
 class Gate:

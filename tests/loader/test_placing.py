@@ -12,12 +12,23 @@ import pytest
 from softload import PageLoader, PageStatus, PutRefusal, SaveStatus, lending
 from softload.geometry import DraftMode
 from softload.native_calls import NativeCall
-from softload.stores import MemoryStore
 from softload.testing import HangingStore, RecordingStore
 
 from .doubles import LyingStore
-from .harness import Pools, any_of, arrived, assert_outcome, eventually, is_of, keys, load, make_pools, opened, settle
-from .harness import store as memory_store
+from .harness import (
+    Pools,
+    any_of,
+    arrived,
+    assert_outcome,
+    eventually,
+    is_of,
+    keys,
+    lending_store,
+    load,
+    make_pools,
+    opened,
+    settle,
+)
 from .test_direct_reads import object_keys
 
 pytestmark = pytest.mark.asyncio
@@ -25,10 +36,6 @@ pytestmark = pytest.mark.asyncio
 PAGES = 12
 FEW: dict[str, Any] = {"read_batch_objects": 5}
 """Objects that are saved at a time: a page and a quarter."""
-
-
-def lending_store(**options: Any) -> MemoryStore:
-    return memory_store(lends=True, **options)
 
 
 async def save(loader: PageLoader, pools: Pools, page_keys: Sequence[str], name: str = "save") -> list[SaveStatus]:
