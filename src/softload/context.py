@@ -26,7 +26,7 @@ from softload.native_calls import CallGroup, RefusedError
 from softload.outcomes import PageStatus
 from softload.pacing import Pacer
 from softload.protocols import Descriptor, RankConsensus, SoloConsensus
-from softload.questions import Question, SmallQuestions
+from softload.questions import Question, SmallQuestions, heard_master
 from softload.reading import Reader
 from softload.request_log import RequestLog
 from softload.sessions import SessionTable
@@ -167,6 +167,7 @@ class Context:
     def end_waits(self) -> None:
         """The loader closes: answer who waits for it."""
         self.closing = True
+        self.lender.is_wanted = False
         for scope in self.waits:
             scope.cancel()
 
@@ -207,6 +208,7 @@ class Context:
             finally:
                 ended.set()
 
+        heard_master()
         if tell_loop(loop, lambda: None if self.closing else self.spawn(wait)):
             ended.wait(_LEND_SECONDS)
 
@@ -273,6 +275,6 @@ class Context:
     def _came_late(self, question: Question[T]) -> None:
         """Nobody can wait for it any longer: what that says of the master is told once."""
         call = question.call
-        if not call.finished and call.elapsed() > _FAIR_SECONDS and not question.is_late:
+        if not (call.finished or question.is_late or question.has_heard) and call.elapsed() > _FAIR_SECONDS:
             question.is_late = True
             self.health.master_timed_out(call)

@@ -60,6 +60,7 @@ class Lender:
         self.clock = clock
         self.lease_ttl = lease_ttl
         self.is_wanted = is_wanted and calls.may_lend
+        """Not any more once the loader closes: then its store must not be asked."""
         self.lent_all = False
         """Whether all that the last streaming unit wanted was lent: then as a rule so is all of the next one."""
         self._lent: dict[str, Arena] = {}
@@ -98,6 +99,8 @@ class Lender:
 
     def _ask(self, objects: Sequence[tuple[str, Descriptor]]) -> None:
         for key, descriptor in objects:
+            if not self.is_wanted:  # the loader was closed while the store was stuck in the one before
+                return
             lent = self._calls.lend(key, descriptor)
             if lent is not None:
                 self._lent[descriptor.endpoint] = Arena.of_others(lent)

@@ -212,6 +212,7 @@ class UnitRun:
         except Exception:  # a bug: it costs this unit, not the loader
             self._context.log.tell(_log.exception, events.TASK_RAISED, task="unit", request_id=self.request_id)
             self._reason = PageStatus.CANCELLED
+            self.wants.draft_pages = self._layers.draft_restored
             if not self._layers.restored:
                 self.wants.limit(0, PageStatus.CANCELLED)
                 if self.progress.admitted_pages:

@@ -95,11 +95,12 @@ class Places:
             self._submit(NativeCall(partial(self._calls.put_revoke, keys), back))
         except RefusedError:
             if not self._left_over:
+                self._begun()
                 self._group.when_free(self._give_back_left_over)
             self._left_over += keys
 
     async def wait_idle(self) -> None:
-        """Until no call is out for a place."""
+        """Until no call is out for a place, or has to be made yet."""
         while self._under_way:  # what comes back late is given back by a call of its own
             await self._idle.wait()
 
@@ -126,9 +127,13 @@ class Places:
     def _give_back_left_over(self) -> None:
         keys, self._left_over = self._left_over, []
         self.give_back(keys)
+        self._ended()
 
     def _submit(self, call: NativeCall[Any]) -> None:
         self._group.submit(call)
+        self._begun()
+
+    def _begun(self) -> None:
         self._under_way += 1
         self._idle.clear()
 

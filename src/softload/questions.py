@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Generic, TypeAlias, TypeVar
 
 from softload.callbacks import callback_context
@@ -12,7 +14,7 @@ from softload.native_calls import CallGroup, NativeCall, RefusedError
 from softload.outcomes import PageStatus
 from softload.protocols import Descriptor
 
-__all__ = ["MOST_OBJECTS", "Question", "SmallQuestions"]
+__all__ = ["MOST_OBJECTS", "Question", "SmallQuestions", "heard_master"]
 
 T = TypeVar("T")
 
@@ -20,6 +22,16 @@ OnLate: TypeAlias = Callable[[Sequence[object], float], object]
 
 MOST_OBJECTS = 512
 """Objects in one question: making their descriptors holds the interpreter for about a millisecond."""
+
+_asking = threading.local()
+"""The question that a thread asks."""
+
+
+def heard_master() -> None:
+    """On a thread that asks the master, which has answered: from now on it waits for something else."""
+    question: Question[object] | None = getattr(_asking, "question", None)
+    if question is not None:
+        question.has_heard = True
 
 
 class Question(Generic[T]):
@@ -30,16 +42,19 @@ class Question(Generic[T]):
         on_late: told of answers that came when nobody waited for them any more, and after how many seconds.
     """
 
-    __slots__ = ("_askers", "_on_late", "call", "is_judged", "is_late", "returned")
+    __slots__ = ("_askers", "_on_late", "call", "has_heard", "is_judged", "is_late", "returned")
 
     def __init__(self, function: Callable[[], list[T | PageStatus]], on_late: OnLate) -> None:
         self.returned = asyncio.Event()
-        self.call: NativeCall[list[T | PageStatus]] = NativeCall(function, self._returned)
+        self.call: NativeCall[list[T | PageStatus]] = NativeCall(partial(self._run, function), self._returned)
         self._on_late = on_late
         self._askers = 0
         self.is_judged = self.is_late = False
         """Whether what it says of the master has been told: that it answered, and before that, that it took too long.
         However many have asked, it is one call."""
+        self.has_heard = False
+        """Whether the master had answered when it went on to wait for something else: it is not the master that is late
+        then. Set on its thread."""
 
     @contextmanager
     def asked(self) -> Iterator[None]:
@@ -51,6 +66,13 @@ class Question(Generic[T]):
             self._askers -= 1
             if not self._askers and not self.call.finished and not self.call.withdraw():
                 self.call.abandon()
+
+    def _run(self, function: Callable[[], list[T | PageStatus]]) -> list[T | PageStatus]:
+        _asking.question = self
+        try:
+            return function()
+        finally:
+            _asking.question = None
 
     def _returned(self, call: NativeCall[list[T | PageStatus]]) -> None:
         self.returned.set()

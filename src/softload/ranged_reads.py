@@ -95,8 +95,10 @@ class RangedReads:
                 fetch.session = answer
                 if not fetch.listeners:  # everybody left meanwhile
                     self.release(fetch)
-            elif answer is PageStatus.NO_MEMORY_REPLICA and fetch.listeners:
-                # No session without a memory replica, but a whole read may bring it in.
+            elif answer in (PageStatus.NO_MEMORY_REPLICA, PageStatus.REPLICA_CHANGED) and fetch.listeners:
+                # No session without a memory replica, but a whole read may bring it in. Nor for as long as others hold
+                # one from before an outage, which may have been no more than one question that failed beside this one:
+                # a whole read asks the master anew.
                 fetch.parts = [Part(fetch)]
                 self._reads.submit(fetch.parts, turn, ranged=False)
             else:

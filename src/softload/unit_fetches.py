@@ -141,7 +141,8 @@ class UnitFetches:
         def join(column: Column, page: int) -> bool:
             return self.join_some(column, page, page + 1) > 0
 
-        self._is_marked |= self.loans.read(refuted, turn, self._share, join)
+        if self.loans.read(refuted, turn, self._share, join):  # joining marks by itself: no `|=`, which looks before
+            self._is_marked = True
         self.conclude()
 
     def split(self, old: Fetch, new: Sequence[Fetch]) -> None:

@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import numpy as np
 import pytest
 
-from softload import Layout, PageStatus
+from softload import Layout, PageStatus, sessions
 from softload.integrity import write_tail
 from softload.stores import EmbeddedMooncakeStore
 from softload.testing import Fault, FaultKind, FaultyStore, Moment
@@ -68,34 +69,43 @@ async def test_eviction_under_overlapping_loads_costs_what_was_evicted(report: C
     assert set(seen) <= {"restored", PageStatus.NOT_FOUND, PageStatus.NO_MEMORY_REPLICA}
 
 
+@pytest.mark.timeout(120)
 async def test_loads_that_outlive_the_lease_three_times_lose_nothing(
-    owned_mooncake_store: EmbeddedMooncakeStore, report: Callable[..., None]
+    report: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Leases of one second, loads of three: whole reads take leases of their own, sessions are started again."""
-    assert owned_mooncake_store.lease_ttl == 1.0
-    owned_mooncake_store.open()
+    """Whole reads take leases of their own, sessions are started again.
+
+    Leases of three seconds: what is left of one when a call goes out, a third, is more than a busy machine holds it up.
+    """
+    monkeypatch.setattr(sessions, "_LATE_START", 20.0)  # a busy machine may take a quarter of a second to start one
+    lease = 3.0
+    store = EmbeddedMooncakeStore(segment=64 << 20, lease=lease, owners=2)
     restarted: Counter[str] = Counter()
 
     async def slow_load(name: str, mode: dict[str, Any]) -> None:
         pools = make_pools(pages=64, layers=5)
-        slow = FaultyStore(Held(owned_mooncake_store), [Fault(FaultKind.SLOW, probability=1.0, seconds=0.1)])
+        slow = FaultyStore(Held(store), [Fault(FaultKind.SLOW, probability=1.0, seconds=lease / 10)])
         batch = 1 if name == "page-whole" else 4
-        options = {"read_lanes": 1, "read_batch_objects": batch, "deadline": 30.0, "lookup_deadline": 10.0}
+        options = {"read_lanes": 1, "read_batch_objects": batch, "deadline": 90.0, "lookup_deadline": 30.0}
         async with opened(slow, pools, **options, **mode) as loader:
             await put(loader, pools, keys(32, f"lease-{name}-"))
             began = anyio.current_time()
             outcome = (await load(loader, pools.unit(name, keys(32, f"lease-{name}-"), range(32))))[name]
             seconds = anyio.current_time() - began
-            assert seconds > 2.5
+            assert seconds > 2.5 * lease
             assert missed(outcome) == []
             pools.assert_restored(keys(32, f"lease-{name}-"), range(32))
             restarted[name] = loader.statistics().sessions_restarted
-            report(f"lease 1 s, {name}", load_s=seconds, sessions_restarted=restarted[name])
+            report(f"lease {lease:g} s, {name}", load_s=seconds, sessions_restarted=restarted[name])
             await settle(loader)
 
-    async with anyio.create_task_group() as tasks:
-        for name, mode in zip(MODE_IDS, MODES, strict=True):
-            tasks.start_soon(slow_load, name, mode)
+    await anyio.to_thread.run_sync(store.open)
+    try:
+        async with anyio.create_task_group() as tasks:
+            for name, mode in zip(MODE_IDS, MODES, strict=True):
+                tasks.start_soon(slow_load, name, mode)
+    finally:
+        store.close()
     assert restarted["page-ranges"] > 0
 
 
@@ -177,7 +187,7 @@ class _Replacement:
 async def test_saves_into_a_frozen_owner_store_what_the_slots_held(report: Callable[..., None]) -> None:
     """200 saves time out and their slots are reused; when the owner goes on it reads landing memory, not slots."""
     pools: Pools = make_pools(pages=200, layers=5)
-    options: dict[str, Any] = {"save_deadline": 0.7, "write_lanes": 48, "stuck_threads": 300, "landing_bytes": 64 << 20}
+    options: dict[str, Any] = {"save_deadline": 3.0, "write_lanes": 48, "stuck_threads": 300, "landing_bytes": 64 << 20}
     async with cluster(owners=1, pools=pools, **options) as rig:
         loader = rig.loader
         pools.fill(keys(200), range(200))

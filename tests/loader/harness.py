@@ -56,6 +56,11 @@ def store(**options: Any) -> MemoryStore:
     return MemoryStore(**{"capacity": 8 << 20, **options})
 
 
+def lending_store(**options: Any) -> MemoryStore:
+    """One that lends its memory, under leases that run out in no test that does not want that: else it is read."""
+    return store(**{"lends": True, "lease": 60.0, **options})
+
+
 def config(**options: Any) -> LoaderConfig:
     """Settings with little landing memory and a deadline that no test without a fault comes near."""
     return LoaderConfig(**{"landing_bytes": 4 << 20, "deadline": 20.0, "lookup_deadline": 20.0, **options})

@@ -32,6 +32,11 @@ LANDING = 40 << 20
 _names = itertools.count()
 
 
+def mooncake() -> EmbeddedMooncakeStore:
+    """Its leases outlast every test: what is copied past its lease is read, on a busy machine past a short one."""
+    return EmbeddedMooncakeStore(segment=64 << 20, lease=60.0)
+
+
 class Kept(LendingWrapperStore):
     """Stays open, for the next test."""
 
@@ -48,9 +53,21 @@ def small_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lending, "_WORTH_BYTES", 1)
 
 
+@pytest.fixture(scope="module")
+def segment() -> Iterator[EmbeddedMooncakeStore]:
+    """A segment of this process; see `mooncake`."""
+    pytest.importorskip("mooncake")
+    store = mooncake()
+    store.open()
+    try:
+        yield store
+    finally:
+        store.close()
+
+
 @pytest.fixture
-def own(mooncake_store: EmbeddedMooncakeStore) -> RecordingStore:
-    return RecordingStore(Kept(mooncake_store))
+def own(segment: EmbeddedMooncakeStore) -> RecordingStore:
+    return RecordingStore(Kept(segment))
 
 
 @pytest.fixture
@@ -161,7 +178,7 @@ async def test_bytes_that_were_spoilt_in_the_segment(own: RecordingStore, namesp
 @layouts
 async def test_the_store_closes_while_a_load_waits_to_copy(layout: Layout) -> None:
     pools = make_pools(width=WIDTH, pages=16)
-    store = EmbeddedMooncakeStore(segment=64 << 20)
+    store = mooncake()
     async with opened(store, pools, layout=layout, landing_bytes=LANDING) as loader:
         await put(loader, pools, keys(PAGES))
         gate = Gate()
@@ -176,7 +193,7 @@ async def test_the_store_closes_while_a_load_waits_to_copy(layout: Layout) -> No
 
 async def test_objects_of_one_kind_lie_side_by_side_however_many_calls_have_saved_them() -> None:
     pools = make_pools(pages=2 * PAGES)
-    recording = RecordingStore(EmbeddedMooncakeStore(segment=64 << 20))
+    recording = RecordingStore(mooncake())
     async with opened(recording, pools, read_batch_objects=5) as loader:
         await put(loader, pools, keys(PAGES))
         assert recording.count("put_write") > 4
@@ -190,7 +207,7 @@ async def test_objects_of_one_kind_lie_side_by_side_however_many_calls_have_save
 async def test_a_master_that_goes_after_admission_proves_nothing_about_pages(fault: str) -> None:
     """Nothing is given out that it has not confirmed, whatever becomes of it; a frozen one costs the deadline."""
     pools = make_pools(width=WIDTH, pages=16)
-    store = EmbeddedMooncakeStore(segment=64 << 20)
+    store = mooncake()
     async with opened(store, pools, layout="page", landing_bytes=LANDING) as loader:
         await put(loader, pools, keys(PAGES))
         assert_outcome((await load(loader, pools.unit("first", keys(PAGES), range(PAGES))))["first"], PAGES)

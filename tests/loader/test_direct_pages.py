@@ -19,19 +19,22 @@ from softload.testing import HangingStore, RecordingStore
 
 from .doubles import LyingStore
 from .harness import (
+    LAYERS,
+    PAGE_SIZE,
     Pools,
     arrived,
     assert_outcome,
     end_time_of,
     is_of,
     keys,
+    lending_store,
     load,
     make_pools,
     opened,
     put,
     settle,
 )
-from .test_direct_reads import Elsewhere, Gate, _Lent, bytes_of, lending_store, object_keys, put_object
+from .test_direct_reads import Elsewhere, Gate, _Lent, bytes_of, object_keys, put_object
 from .test_pages_without_slots import unit as windowed_unit
 from .test_pages_without_slots import windowed
 
@@ -606,6 +609,33 @@ async def test_a_packed_draft_is_proven_too(monkeypatch: pytest.MonkeyPatch) -> 
         pools.assert_restored(keys(1), range(1), draft=True)
         assert all(pools.is_zero(row) for row in (1, 2))
         assert loader.statistics().held_slots == 0
+        await settle(loader)
+
+
+@pytest.mark.usefixtures("single_layers")
+async def test_what_is_joined_in_the_stead_of_what_was_not_proven_may_lack_the_draft(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Stored again without it, and brought by another unit: its size tells, as at admission."""
+    pools = make_pools(draft=DraftMode.PACKED)
+    memory = lending_store()
+    async with opened(memory, pools, **PAGE) as loader:
+        await put(loader, pools, keys(3))
+        (key,) = object_keys(loader, pools, "k1")
+        with held_copy(1, monkeypatch) as gate:
+            async with loader.load([pools.unit("a", keys(3), range(3))]) as handle:
+                await gate.wait()
+                put_object(memory, key, place_foreign(memory, key)[: 24 * PAGE_SIZE * LAYERS])
+                async with loader.prefetch([pools.unit("b", keys(3))]) as prefetch:
+                    assert (await prefetch.landed()).pages == {"b": 3}
+                    gate.opens.set()
+                    drafted = await handle.draft()
+                    outcome = (await handle.report()).outcomes["a"]
+        assert_outcome(outcome, 3)
+        assert (outcome.draft_pages, drafted) == (1, {"a": 1})
+        pools.assert_restored(keys(3), range(3), draft=False)
+        pools.assert_restored(keys(1), range(1), draft=True)
+        assert all(pools.is_zero(row) for row in (1, 2))
         await settle(loader)
 
 

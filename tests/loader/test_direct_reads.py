@@ -33,12 +33,12 @@ from .harness import (
     eventually,
     is_of,
     keys,
+    lending_store,
     load,
     make_pools,
     opened,
     put,
     settle,
-    store,
 )
 
 pytestmark = pytest.mark.asyncio
@@ -52,10 +52,6 @@ OBJECTS = 4 * PAGES
 def small_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pages of these tests are smaller than what is worth a copy of its own."""
     monkeypatch.setattr(lending, "_WORTH_BYTES", 1)
-
-
-def lending_store(**options: Any) -> MemoryStore:
-    return store(lends=True, **options)
 
 
 class Gate:
@@ -124,6 +120,64 @@ async def test_a_store_that_hangs_over_what_it_lends_keeps_no_answer(monkeypatch
             await settle(loader)
         finally:
             may_answer.set()
+
+
+async def test_a_deadline_that_ends_while_the_store_hangs_over_what_it_lends_is_not_the_masters_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All that was asked of the master is here by then: it is the owner that does not answer."""
+    monkeypatch.setattr(context, "_LEND_SECONDS", 20.0)
+    asked, may_answer = threading.Event(), threading.Event()
+
+    class Hanging(LendingWrapperStore):
+        def lend(self, key: str, descriptor: Descriptor) -> range | None:
+            asked.set()
+            assert may_answer.wait(20)
+            return super().lend(key, descriptor)
+
+    pools = make_pools()
+    async with opened(Hanging(lending_store()), pools) as loader:
+        try:
+            await put(loader, pools, keys(PAGES))
+            unit = pools.unit("a", keys(PAGES), range(PAGES), deadline=1.0)
+            assert_outcome((await load(loader, unit))["a"], 0, PageStatus.TIMED_OUT)
+            assert asked.is_set()
+            assert loader.statistics().open_breakers == ()
+            assert_outcome((await load(loader, pools.unit("b", keys(PAGES), range(PAGES))))["b"], PAGES)
+        finally:
+            may_answer.set()
+        await settle(loader)
+
+
+async def test_a_store_that_was_closed_while_it_hung_over_what_it_lends_is_asked_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(context, "_LEND_SECONDS", 0.05)
+    may_answer, closed = threading.Event(), threading.Event()
+    asked: list[str] = []
+    late: list[str] = []
+
+    class Hanging(Elsewhere):
+        def lend(self, key: str, descriptor: Descriptor) -> range | None:
+            (late if closed.is_set() else asked).append(descriptor.endpoint)
+            assert may_answer.wait(20)
+            return None
+
+        def close(self) -> None:
+            closed.set()
+            super().close()
+
+    pools = make_pools()
+    try:
+        async with opened(Hanging(lending_store(), is_of("k1")), pools) as loader:
+            await put(loader, pools, keys(PAGES))
+            assert_outcome((await load(loader, pools.unit("a", keys(PAGES), range(PAGES))))["a"], PAGES)
+            assert loader._context is not None
+            lending_group = next(group for group in loader._context.groups() if group.name == "lending")
+    finally:
+        may_answer.set()
+    await eventually(lambda: lending_group.statistics().threads == 0)
+    assert (len(asked), late) == (1, [])
 
 
 async def test_what_the_store_lends_is_not_read() -> None:

@@ -27,6 +27,7 @@ from .harness import (
     eventually,
     is_of,
     keys,
+    lending_store,
     load,
     make_pools,
     missed,
@@ -81,7 +82,7 @@ async def test_first_layers_come_while_it_is_asked_where_the_others_are(
 ) -> None:
     monkeypatch.setattr(lending, "_WORTH_BYTES", 1)  # so few bytes would be read, wherever they lie
     pools = make_pools(pages=2 * PAGES)
-    recording = RecordingStore(store(lends=is_lent))
+    recording = RecordingStore(lending_store(lends=is_lent))
     withholding = Withholding(recording)
     async with opened(withholding, pools) as loader:
         await put(loader, pools, keys(PAGES))

@@ -35,6 +35,11 @@ from .harness import (
 pytestmark = pytest.mark.asyncio
 
 
+@pytest.fixture(autouse=True)
+def no_bugs() -> None:
+    """Here there are some."""
+
+
 def failing_copies(when: Callable[[int], bool]) -> Callable[[Sequence[Copy]], None]:
     """Copies that run out of memory: those whose number, from 0, is in `when`."""
     calls = iter(range(1 << 30))
@@ -98,6 +103,26 @@ async def test_a_failed_copy_of_the_draft_costs_the_draft(monkeypatch: pytest.Mo
         assert outcome.draft_pages == 0
         pools.assert_restored(keys(4), range(4), draft=False)
         assert all(pools.is_zero(row) for row in range(4))
+        await settle(loader)
+
+
+@pytest.mark.parametrize("draft", [DraftMode.PACKED, DraftMode.SIDECAR])
+async def test_a_bug_in_the_drafts_copies_costs_the_draft(draft: DraftMode, monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_draft(_: unit_copies.UnitCopies) -> list[Copy]:
+        raise RuntimeError("a bug")
+
+    pools = make_pools(draft=draft)
+    async with opened(store(), pools) as loader:
+        await put(loader, pools, keys(3))
+        monkeypatch.setattr(unit_copies.UnitCopies, "of_draft", of_draft)
+        with capture_logs() as logs:
+            async with loader.load([pools.unit("a", keys(3), range(3))]) as handle:
+                assert await handle.draft() == {"a": 0}
+                outcome = (await handle.report()).outcomes["a"]
+        assert_outcome(outcome, 3)
+        assert outcome.draft_pages == 0
+        assert [entry["event"] for entry in logs if entry["log_level"] == "error"] == [events.TASK_RAISED]
+        pools.assert_restored(keys(3), range(3), draft=False)
         await settle(loader)
 
 

@@ -12,12 +12,23 @@ import pytest
 from softload import PageLoader, PageStatus, PutRefusal, SaveStatus, lending
 from softload.geometry import DraftMode
 from softload.native_calls import NativeCall
-from softload.stores import MemoryStore
 from softload.testing import HangingStore, RecordingStore
 
 from .doubles import LyingStore
-from .harness import Pools, any_of, arrived, assert_outcome, eventually, is_of, keys, load, make_pools, opened, settle
-from .harness import store as memory_store
+from .harness import (
+    Pools,
+    any_of,
+    arrived,
+    assert_outcome,
+    eventually,
+    is_of,
+    keys,
+    lending_store,
+    load,
+    make_pools,
+    opened,
+    settle,
+)
 from .test_direct_reads import object_keys
 
 pytestmark = pytest.mark.asyncio
@@ -25,10 +36,6 @@ pytestmark = pytest.mark.asyncio
 PAGES = 12
 FEW: dict[str, Any] = {"read_batch_objects": 5}
 """Objects that are saved at a time: a page and a quarter."""
-
-
-def lending_store(**options: Any) -> MemoryStore:
-    return memory_store(lends=True, **options)
 
 
 async def save(loader: PageLoader, pools: Pools, page_keys: Sequence[str], name: str = "save") -> list[SaveStatus]:
@@ -286,6 +293,37 @@ async def test_what_is_begun_and_may_never_end_is_not_present(is_placed: bool) -
             pools.scramble()
             assert_outcome((await load(loader, pools.unit(method, mine[:1], range(1))))[method], 1)
             await settle(loader)
+
+
+async def test_draining_waits_until_places_that_no_thread_could_give_back_are_given_back() -> None:
+    pools = make_pools()
+    memory = lending_store()
+    hanging = HangingStore(memory)
+    try:
+        async with opened(RecordingStore(hanging), pools, **FEW, stuck_threads=1) as loader:
+            hanging.hold("put_write")
+            hanging.hold("put_revoke", any_of("r1k9"))
+            pools.fill(keys(PAGES), range(PAGES))
+            for nth in range(2):  # one call stuck may be replaced, two are too many: the rest of the latter is left
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(loader.save, [pools.unit("a", keys(PAGES, f"r{nth}k"), range(PAGES))])
+                    await arrived(hanging, "put_write", nth + 1)
+                    tasks.cancel_scope.cancel()
+                if not nth:
+                    await eventually(lambda: memory.statistics().reservations == 5)
+            draining = asyncio.create_task(loader.drain())
+            await asyncio.sleep(0.05)
+            hanging.release("put_write")
+            await arrived(hanging, "put_revoke")
+            await eventually(lambda: not loader.statistics().quarantined_bytes)
+            await asyncio.sleep(0.05)
+            assert not draining.done()
+            hanging.release()
+            await draining
+            assert memory.statistics().reservations == 0
+            await settle(loader)
+    finally:
+        hanging.release()
 
 
 @pytest.mark.parametrize("is_small", [False, True])

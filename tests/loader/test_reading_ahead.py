@@ -26,6 +26,7 @@ from softload import (
     TransferUnit,
     admission,
     unit_copies,
+    unit_layers,
 )
 from softload.testing import HangingStore, RecordingStore
 
@@ -100,6 +101,7 @@ async def test_first_layers_are_read_before_the_rest_is_known_and_copied_after()
 
 
 async def test_nothing_else_is_read_until_the_first_layers_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unit_layers, "_HEAD_START", 20.0)  # they land before it is over, on a busy machine as well
     pools = make_pools(pages=2 * PAGES)
     recording = RecordingStore(store())
 

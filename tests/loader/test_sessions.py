@@ -11,10 +11,10 @@ from typing import Any
 import anyio
 import pytest
 
-from softload import PageStatus, fetches, read_queue, sessions, unit_layers
+from softload import PageStatus, fetches, read_queue, reading, sessions, unit_layers
 from softload.protocols import Answer
 from softload.stores.wrapper import WrapperStore
-from softload.testing import HangingStore, RecordingStore
+from softload.testing import HangingStore, RecordingStore, ScriptedStore
 
 from .doubles import LyingStore
 from .harness import (
@@ -128,6 +128,18 @@ async def test_first_layers_of_many_objects_are_asked_for_before_the_others_of_a
         await settle(loader)
     assert set(Counter(recording.keys_of("session_start")).values()) == {1}
     assert Counter(recording.keys_of("session_start")) == Counter(recording.keys_of("session_end"))
+
+
+async def test_one_question_that_fails_beside_others_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sessions of the others count as from before an outage; they were never read from."""
+    monkeypatch.setattr(reading, "SESSIONS_AT_A_TIME", 3)
+    pools, scripted = make_pools(), ScriptedStore(store())
+    async with opened(scripted, pools, **RANGES) as loader:
+        await put(loader, pools, keys(12))
+        scripted.script("session_start", lambda truth: [PageStatus.STORE_UNREACHABLE] * len(truth))
+        assert_outcome((await load(loader, pools.unit("a", keys(12), range(12))))["a"], 12)
+        pools.assert_restored(keys(12), range(12))
+        await settle(loader)
 
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["held-until-all-wait", "as-they-come"])

@@ -15,6 +15,7 @@ from .harness import (
     assert_outcome,
     is_of,
     keys,
+    lending_store,
     load,
     make_pools,
     opened,
@@ -104,7 +105,7 @@ async def test_a_draft_of_small_layers_is_one_object_and_its_loss_costs_the_draf
 async def test_an_object_of_several_groups_that_is_replaced_where_the_store_lends_it(part: str, again: bool) -> None:
     """It is copied for each group of its layers, and all of them are proven, and brought anew, for themselves."""
     pools = make_pools(pages=3 * PAGES, width=WIDTH)
-    recording = RecordingStore(memory := store(lends=True))
+    recording = RecordingStore(memory := lending_store())
     async with opened(recording, pools) as loader:
         await put(loader, pools, keys(PAGES))
         gate = Gate()
@@ -133,7 +134,7 @@ async def test_an_object_of_several_groups_is_read_past_the_lease_of_what_is_len
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pools = make_pools(pages=3 * PAGES, width=WIDTH)
-    recording = RecordingStore(store(lends=True, lease=5.0))
+    recording = RecordingStore(lending_store(lease=5.0))
     async with opened(recording, pools) as loader:
         assert loader._context is not None
         now = 1000.0
@@ -153,7 +154,7 @@ async def test_an_object_of_several_groups_is_read_past_the_lease_of_what_is_len
 
 async def test_an_object_of_several_groups_that_is_lent_counts_once() -> None:
     pools = make_pools(pages=3 * PAGES, width=WIDTH)
-    recording = RecordingStore(memory := store(lends=True))
+    recording = RecordingStore(memory := lending_store())
     async with opened(recording, pools) as loader:
         await put(loader, pools, keys(PAGES))
         stored = sum(found.size for found in memory._objects.values())
